@@ -65,7 +65,7 @@ def by_compressx(given: argparse.Namespace, method: str) -> list[dict[str, Any]]
     from compressx.models.loading import load_model, load_tokenizer
     from compressx.prompts.answer import answer
     from compressx.prompts.prepare import Selecting
-    from compressx.recipe.selecting import SelectTokens
+    from compressx.recipe.sections import SelectTokens
     from llm_compressor import trimmed
 
     found = checkpoint(given.model, given.dtype)

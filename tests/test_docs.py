@@ -37,11 +37,17 @@ from compressx.api.record import (
 )
 from compressx.plugins.file import LoadTable, plugin_table
 from compressx.plugins.manager import load_plugins
-from compressx.recipe.allocation import AttentionAware, DivergenceAllocation, OwlAllocation
 from compressx.recipe.schema import Recipe, load_recipe
-from compressx.recipe.selecting import Protect
+from compressx.recipe.sections import (
+    AttentionAware,
+    DivergenceAllocation,
+    Finetune,
+    Lora,
+    OwlAllocation,
+    Protect,
+    ReconstructBlock,
+)
 from compressx.recipe.sources import Calibration
-from compressx.recipe.training import Finetune, Lora, ReconstructBlock
 
 _ROOT = Path(__file__).parents[1]
 _README = (_ROOT / "README.md").read_text(encoding="utf-8")

@@ -18,7 +18,7 @@ from compressx.api.record import AllocationReport, UnitReport
 from compressx.models.access import Access
 from compressx.models.blockwise import Keep, in_memory
 from compressx.planning.plan import Plan
-from compressx.recipe.allocation import (
+from compressx.recipe.sections import (
     OUTLIER_THRESHOLD,
     SPREAD,
     Allocation,

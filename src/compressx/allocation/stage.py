@@ -15,7 +15,7 @@ from compressx.api.patterns import Structured
 from compressx.api.record import RunReport
 from compressx.blocks.stage import statistics_bytes
 from compressx.planning.plan import Plan
-from compressx.recipe.allocation import Allocation, AttentionAware, DivergenceAllocation
+from compressx.recipe.sections import Allocation, AttentionAware, DivergenceAllocation
 from compressx.report.section import Column, Section, count_of, table
 from compressx.runtime.errors import Mistakes, RecipeError
 from compressx.stages.state import RunState, Stage

@@ -11,7 +11,7 @@ from functools import cached_property
 from compressx.allocation.spread import PIECES, Curve, fitted, in_steps, shares
 from compressx.api.patterns import NM, Structured, Unstructured, nearest, zeros_in
 from compressx.planning.plan import Plan, PlannedLinear, PlannedRule
-from compressx.recipe.allocation import MAX_SPARSITY, Sharing
+from compressx.recipe.sections import MAX_SPARSITY, Sharing
 from compressx.runtime.errors import RecipeError
 
 

@@ -33,7 +33,7 @@ from compressx.plugins.manager import Plugins
 from compressx.prompts.prepare import Selecting
 from compressx.recipe.document import Node, Placed, from_python, override, steps_of
 from compressx.recipe.schema import load_recipe
-from compressx.recipe.selecting import SelectTokens
+from compressx.recipe.sections import SelectTokens
 from compressx.recipe.sources import ModelField, ModelSource, datasets_in, long_form
 from compressx.recipe.validation import Strict, validated
 from compressx.runtime.errors import ArtifactError, Mistakes, RecipeError, nearest, one_line

@@ -5,25 +5,30 @@ Every error that can be found without weights or text is raised here, with its l
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 
-from compressx.api.patterns import Asked
-from compressx.api.pruner import Block, statistic_of
+from compressx.api.patterns import NM, Asked, Structured, Unstructured, count_dropped, nearest
+from compressx.api.pruner import Block, PrunerSpec, statistic_of
+from compressx.api.units import Units
 from compressx.models.architecture import Architecture, survey, text_config
-from compressx.planning.budgets import asked_patterns, check_fits
-from compressx.planning.depth import find_depth
 from compressx.planning.plan import Plan, PlannedLinear, PlannedRule
-from compressx.planning.structured import check_experts, check_whole, units_of_rules
+from compressx.planning.structured import check_experts, check_units, check_whole, find_depth, units_of_rules
 from compressx.planning.targets import Assigned, match_targets, targeted_by
-from compressx.planning.text import text_mistakes
 from compressx.plugins.kinds import PRUNER
 from compressx.plugins.manager import Plugins
 from compressx.recipe.schema import LoadedRecipe
 from compressx.recipe.validation import validate_options
-from compressx.runtime.errors import CompressxError, Mistakes, RecipeError, UnsupportedModelError, blamed_on
+from compressx.runtime.errors import (
+    CompressxError,
+    Mistakes,
+    RecipeError,
+    UnsupportedModelError,
+    blamed_on,
+    did_you_mean,
+)
 
 
 def make_plan(loaded: LoadedRecipe, plugins: Plugins, skeleton: torch.nn.Module) -> Plan:
@@ -56,7 +61,7 @@ def make_plan(loaded: LoadedRecipe, plugins: Plugins, skeleton: torch.nn.Module)
     mistakes.raise_all()
     if depth is not None:
         units[depth.rule.index] = dict.fromkeys(depth.pattern.units.owners, depth.pattern.units)
-    patterns = asked_patterns(loaded, [rule.pruner for rule in rules], taken, units)
+    patterns = _patterns(loaded, [rule.pruner for rule in rules], taken, units)
     everything = {**architecture.linears, **architecture.outside}
     linears = tuple(
         PlannedLinear(
@@ -69,7 +74,7 @@ def make_plan(loaded: LoadedRecipe, plugins: Plugins, skeleton: torch.nn.Module)
         with mistakes.collected():
             for linear in linears:
                 if linear.rule is rule:
-                    check_fits(loaded, linear, linears)
+                    _check_fits(loaded, linear, linears)
     plan = Plan(
         linears, _skipped(architecture, assigned), rules, needs_calibration=False,
         allocation=loaded.recipe.allocation, reconstruct_block=loaded.recipe.reconstruct_block, depth=depth,
@@ -80,7 +85,7 @@ def make_plan(loaded: LoadedRecipe, plugins: Plugins, skeleton: torch.nn.Module)
             plan.depth.rule.build_depth()
     observes = _check_blocks(loaded, plan, architecture, skeleton, assigned.ignored, mistakes)
     needed = observes or bool(plan.sensitive) or plan.depth is not None
-    mistakes.add(*text_mistakes(loaded, skeleton, needed))
+    mistakes.add(*_text_mistakes(loaded, skeleton, needed))
     mistakes.raise_all()
     measures = plan.allocation is not None
     return replace(plan, needs_calibration=needed or measures or plan.reconstruct_block is not None)
@@ -155,6 +160,118 @@ def _plan_rule(loaded: LoadedRecipe, plugins: Plugins, index: int) -> PlannedRul
                     "reconstructs; leave it out"
                 )
     return PlannedRule(index, spec, options, reconstructor, reconstructor_options)
+
+
+def _patterns(
+    loaded: LoadedRecipe, specs: Sequence[PrunerSpec], taken: Mapping[str, int],
+    units: Mapping[int, Mapping[str, Units]],
+) -> dict[str, Asked]:  # fmt: skip
+    """Return each linear's pattern; under an allocation that is yet to be computed, the nearest to its target.
+
+    Args:
+        loaded: the recipe with its places in the file.
+        specs: the selecting pruner of each rule.
+        taken: the index of the rule by linear name.
+        units: of each rule that prunes units, those of a linear, by name.
+
+    Raises:
+        RecipeError: a group or pattern that the pruner does not support.
+    """
+    allocation = loaded.recipe.allocation
+    kinds = [_pattern_of(loaded, index, spec) for index, spec in enumerate(specs)]
+    if allocation is None:
+        return {
+            name: Structured(units[index][name].kind, kinds[index].sparsity, units[index][name])
+            if index in units
+            else kinds[index]
+            for name, index in taken.items()
+        }
+    return {name: nearest(kinds[index], allocation.target) for name, index in taken.items()}
+
+
+def _pattern_of(loaded: LoadedRecipe, index: int, spec: PrunerSpec) -> Unstructured | NM:
+    """Return a rule's pattern, with sparsity 0 if the rule gives none; of units only the sparsity counts."""
+    rule = loaded.recipe.prune[index]
+    if isinstance(rule.pattern, str):
+        if rule.pattern not in spec.units:
+            able = f"it prunes {', '.join(spec.units)}" if spec.units else "it prunes no units"
+            raise RecipeError(
+                f"{loaded.where('prune', index, 'pattern')}: {spec.name} does not prune {rule.pattern}; {able}"
+            )
+        return Unstructured(rule.sparsity or 0.0)
+    if not spec.groups and not (spec.nm and rule.pattern is not None):
+        raise RecipeError(
+            f"{loaded.where('prune', index)}: {spec.name} prunes whole units only; give it a pattern: "
+            f"{' or '.join(spec.units)}"
+        )
+    if rule.pattern is not None:
+        if not spec.nm:
+            raise RecipeError(
+                f"{loaded.where('prune', index, 'pattern')}: {spec.name} does not prune N:M (got {rule.pattern}); "
+                "give sparsity instead"
+            )
+        return rule.pattern
+    group = rule.group or spec.groups[0]
+    if group not in spec.groups:
+        raise RecipeError(
+            f"{loaded.where('prune', index, 'group')}: {spec.name} has no group {group!r}; "
+            f"{did_you_mean(group, spec.groups)}"
+        )
+    return Unstructured(rule.sparsity or 0.0, group)
+
+
+def _check_fits(loaded: LoadedRecipe, linear: PlannedLinear, linears: Sequence[PlannedLinear]) -> None:
+    """Refuse a pattern that a linear's shape does not allow.
+
+    Raises:
+        RecipeError: input features not divisible by M, or a sparsity that rounds to no zeros or to all zeros among the
+            weights that compete.
+    """
+    pattern, (rows, columns) = linear.pattern, linear.shape
+    if isinstance(pattern, NM):
+        if columns % pattern.of:
+            raise RecipeError(
+                f"{loaded.where('prune', linear.rule.index, 'pattern')}: {linear.name} has {columns} input features, "
+                f"not divisible by {pattern.of} (pattern {pattern})"
+            )
+        return
+    allocated = loaded.recipe.allocation is not None
+    place = loaded.where(*(("allocation", "target") if allocated else ("prune", linear.rule.index, "sparsity")))
+    if isinstance(pattern, Structured):
+        if pattern.unit != "blocks":  # those are looked at whether or not other rules take all their linears
+            check_units(place, pattern)
+        return
+    competing, what = (columns, "each row") if pattern.group == "row" else (rows * columns, "all rows")
+    if pattern.group == "joint":
+        joint = [x for x in linears if (x.rule, x.block) == (linear.rule, linear.block)]
+        competing, what = sum(x.weights for x in joint), "the joint group"
+    if not allocated and pattern.sparsity > 0 and count_dropped(pattern.sparsity, competing) == 0:
+        raise RecipeError(
+            f"{place}: sparsity {pattern.sparsity:g} drops none of the {competing} weights in {what} of "
+            f"{linear.name}; at least {1 / competing:.6g} drops one, and 0 leaves it dense"
+        )
+    if count_dropped(pattern.sparsity, competing) == competing:
+        raise RecipeError(
+            f"{place}: sparsity {pattern.sparsity:g} keeps none of the {competing} weights in {what} of "
+            f"{linear.name}; at most {(competing - 1) / competing:.6g} keeps one"
+        )
+
+
+def _text_mistakes(loaded: LoadedRecipe, skeleton: torch.nn.Module, needed: bool) -> Iterator[RecipeError]:
+    """Yield an error for calibration that is missing though pruners need it, and for windows of too many tokens."""
+    recipe = loaded.recipe
+    if recipe.calibration is None and needed:
+        yield RecipeError(
+            f"{loaded.where()}: the recipe has no calibration, but its pruners need one; add one, such as "
+            "calibration: {dataset: wikitext, samples: 128}"
+        )
+    positions = getattr(text_config(skeleton), "max_position_embeddings", None)
+    calibration = recipe.calibration
+    if calibration is not None and positions is not None and (length := calibration.sequence_length) > positions:
+        yield RecipeError(
+            f"{loaded.where('calibration', 'sequence_length')}: sequence_length {length} is longer than the model's "
+            f"{positions} positions; set it to {positions} or less"
+        )
 
 
 def _check_blocks(

@@ -15,8 +15,7 @@ from pydantic import BaseModel
 from compressx.api.lowest import drop_lowest
 from compressx.api.patterns import Asked, Structured, allocated_form
 from compressx.api.pruner import AnyPruner, DepthPruner, PrunerSpec
-from compressx.recipe.allocation import Allocation
-from compressx.recipe.training import ReconstructBlock
+from compressx.recipe.sections import Allocation, ReconstructBlock
 from compressx.runtime.errors import PluginError, blamed_on
 
 

@@ -1,15 +1,18 @@
-"""Rules that prune units: which units a model has, and whether a rule takes them whole."""
+"""Rules that prune units: which units a model has, whether a rule takes them whole, and which whole blocks may go."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from compressx.api.patterns import count_dropped
+import torch
+
+from compressx.api.patterns import Structured, count_dropped
 from compressx.api.pruner import Block
-from compressx.api.units import UnitKind, Units
+from compressx.api.units import Owners, UnitKind, Units
 from compressx.models.architecture import Architecture, text_config
 from compressx.models.units import find_units, router_of
+from compressx.planning.plan import PlannedDepth, PlannedRule
 from compressx.planning.targets import Assigned
 from compressx.recipe.schema import LoadedRecipe
 from compressx.runtime.errors import Mistakes, RecipeError, UnsupportedModelError
@@ -18,7 +21,7 @@ from compressx.runtime.errors import Mistakes, RecipeError, UnsupportedModelErro
 def units_of_rules(
     loaded: LoadedRecipe, found: Architecture, skeleton: Any, mistakes: Mistakes
 ) -> dict[int, dict[str, Units]]:
-    """Find the units that rules with a pattern of units can take; whole blocks are not in blocks: see `depth`.
+    """Find the units that rules with a pattern of units can take; whole blocks are not in blocks: see `find_depth`.
 
     Returns:
         By index of the rule, each linear's units, by its name.
@@ -115,3 +118,79 @@ def check_whole(
                     )
                 )
                 break
+
+
+def check_units(place: str, pattern: Structured) -> None:
+    """Refuse a sparsity that drops no unit, or all.
+
+    Raises:
+        RecipeError: the message begins with the place.
+    """
+    units, count = pattern.units, pattern.units.count
+    if pattern.sparsity > 0 and pattern.dropped == 0:
+        raise RecipeError(
+            f"{place}: sparsity {pattern.sparsity:g} drops none of the {units}; "
+            + (f"at least {1 / count:.6g} drops one" if count > 1 else "a block keeps at least one")
+        )
+    if pattern.dropped == count:
+        raise RecipeError(
+            f"{place}: sparsity {pattern.sparsity:g} keeps none of the {units}; at most "
+            f"{(count - 1) / count:.6g} keeps one"
+        )
+
+
+def find_depth(
+    loaded: LoadedRecipe, found: Architecture, assigned: Assigned, rules: Sequence[PlannedRule], mistakes: Mistakes
+) -> PlannedDepth | None:
+    """Return which blocks may go; None when no rule drops blocks.
+
+    Args:
+        loaded: the recipe with its places in the file.
+        found: the model's blocks and linears.
+        assigned: what the rules target.
+        rules: the recipe's rules.
+        mistakes: receives a block of which some linears are targets and others are not, a sparsity that drops no
+            block or all, a second such rule, and a reconstructor, which has nothing to do.
+    """
+    index, targeted = next(iter(assigned.in_blocks.items()), (None, ()))
+    if index is None:
+        return None
+    rule = loaded.recipe.prune[index]
+    for other in [i for i in assigned.in_blocks if i != index]:
+        mistakes.add(
+            RecipeError(
+                f"{loaded.where('prune', other, 'pattern')}: blocks are dropped by prune[{index}] already; put the "
+                "targets of both in one rule, so that all blocks compete"
+            )
+        )
+    if rule.reconstruct is not None:
+        mistakes.add(
+            RecipeError(
+                f"{loaded.where('prune', index, 'reconstruct')}: a block that goes has no weights left to update; drop "
+                "it, and use reconstruct_block or finetune"
+            )
+        )
+    inside = {fqn: [*found.inside(fqn)] for fqn in found.blocks}
+    names = set(targeted)
+    inside = {fqn: linears for fqn, linears in inside.items() if names & {*linears}}
+    for linears in inside.values():
+        if left := next((n for n in linears if n not in names), None):
+            some = next(n for n in linears if n in names)
+            why = f"is ignored by {assigned.ignored[left]}" if left in assigned.ignored else "is not"
+            mistakes.add(
+                RecipeError(
+                    f"{loaded.where('prune', index, 'targets')}: blocks go whole, but {some} is a target of "
+                    f"prune[{index}] and {left} {why}; name blocks by layers, such as {{layers: 1-28}}"
+                )
+            )
+            break
+    home = next(iter(found.blocks)).rpartition(".")[0]
+    owners = {
+        n: Owners(0, torch.full((found.linears[n].out_features,), i))
+        for i, linears in enumerate(inside.values())
+        for n in linears
+    }
+    pattern = Structured("blocks", rule.sparsity or 0.0, Units("blocks", home, len(inside), owners))
+    with mistakes.collected():
+        check_units(loaded.where("prune", index, "sparsity"), pattern)
+    return PlannedDepth(rules[index], pattern, tuple(inside))

@@ -18,7 +18,7 @@ from compressx.prompts.contract import checked_rows
 from compressx.prompts.needles import choosing_ids, model_facts, tokenizer_beside
 from compressx.prompts.scores import check_decoder, check_global, global_blocks
 from compressx.prompts.selection import Selection
-from compressx.recipe.selecting import SelectTokens
+from compressx.recipe.sections import SelectTokens
 from compressx.recipe.validation import validate_options, validated
 from compressx.runtime.cache import cached
 from compressx.runtime.code import code_versions

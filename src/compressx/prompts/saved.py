@@ -12,7 +12,7 @@ from compressx.models.loading import load_model, load_skeleton, load_tokenizer
 from compressx.prompts.answer import Answer, answer, framed
 from compressx.prompts.prepare import Selecting
 from compressx.recipe.schema import load_recipe
-from compressx.recipe.selecting import SelectTokens
+from compressx.recipe.sections import SelectTokens
 from compressx.recipe.sources import ModelSource
 from compressx.recipe.validation import validated
 

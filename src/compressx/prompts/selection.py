@@ -13,7 +13,7 @@ from compressx.models.access import Access
 from compressx.models.architecture import Architecture, text_config
 from compressx.prompts.contract import checked_places
 from compressx.prompts.scores import read_scores
-from compressx.recipe.selecting import SelectTokens
+from compressx.recipe.sections import SelectTokens
 from compressx.runtime.errors import CalibrationError, blamed_on
 
 _log = logging.getLogger(__name__)

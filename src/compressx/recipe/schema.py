@@ -14,12 +14,10 @@ from typing import Annotated, Any, TypeAlias
 from pydantic import BaseModel, BeforeValidator, Field, StrictBool
 from pydantic.errors import PydanticInvalidForJsonSchema
 
-from compressx.recipe.allocation import AllocationField
 from compressx.recipe.document import Node, Placed, Step, dump_yaml, from_python, override, put, read_yaml
 from compressx.recipe.rules import Rule, Target
-from compressx.recipe.selecting import SelectTokens
+from compressx.recipe.sections import AllocationField, Finetune, ReconstructBlock, SelectTokens
 from compressx.recipe.sources import Calibration, ComputeDtype, DatasetSource, Draw, ModelField, datasets_in, long_form
-from compressx.recipe.training import Finetune, ReconstructBlock
 from compressx.recipe.validation import Strict, validated
 from compressx.runtime.errors import RecipeError
 

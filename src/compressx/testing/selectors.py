@@ -20,7 +20,7 @@ from compressx.prompts.contract import checked_rows
 from compressx.prompts.needles import model_facts
 from compressx.prompts.scores import check_global, read_scores
 from compressx.prompts.selection import Selection
-from compressx.recipe.selecting import Protect, SelectTokens
+from compressx.recipe.sections import Protect, SelectTokens
 from compressx.runtime.errors import UnsupportedModelError, blamed_on
 from compressx.testing.models import tiny_model, tiny_tokens
 from compressx.testing.subject import NoSuchPromiseError, RefusedError, expect

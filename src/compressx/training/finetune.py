@@ -25,7 +25,7 @@ from compressx.masks.maskset import MaskSet
 from compressx.models.arithmetic import products_in
 from compressx.models.shards import read, write
 from compressx.recipe.schema import Recipe
-from compressx.recipe.training import Finetune
+from compressx.recipe.sections import Finetune
 from compressx.runtime.errors import ArtifactError, CalibrationError, UnsupportedModelError, memory_named
 from compressx.runtime.quiet import quiet_libraries
 from compressx.training.distillation import distillation_loss, next_token_loss

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from compressx.api.record import ReconstructionReport
 from compressx.masks.maskset import MaskEntry, MaskSet
 from compressx.numerics.output_error import channel_weights, relative_errors
-from compressx.recipe.training import ReconstructBlock
+from compressx.recipe.sections import ReconstructBlock
 from compressx.runtime.ranks import ALONE, Ranks
 from compressx.training.trainable import sizes, trainable
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from compressx.recipe.training import Finetune
+from compressx.recipe.sections import Finetune
 
 WARMUP = 0.1
 """Fraction of a training in which the learning rate rises."""

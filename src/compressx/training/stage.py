@@ -24,8 +24,8 @@ from compressx.planning.plan import Plan
 from compressx.planning.targets import matching_planned
 from compressx.recipe.rules import matches
 from compressx.recipe.schema import LoadedRecipe, Recipe
+from compressx.recipe.sections import Finetune, Lora
 from compressx.recipe.sources import ModelSource
-from compressx.recipe.training import Finetune, Lora
 from compressx.report.section import Column, Section, count_of, number_of, table
 from compressx.runtime.errors import CompressxError, Mistakes, RecipeError, UnsupportedModelError
 from compressx.stages.state import RunState, Stage, lower

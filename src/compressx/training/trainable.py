@@ -16,7 +16,7 @@ from compressx.masks.maskset import MaskSet
 from compressx.models.architecture import linears_of
 from compressx.numerics.masked import zeroed
 from compressx.recipe.rules import matches
-from compressx.recipe.training import Lora
+from compressx.recipe.sections import Lora
 from compressx.runtime.errors import ArtifactError, CalibrationError
 from compressx.runtime.finite import first_damaged
 from compressx.runtime.quiet import quiet_libraries

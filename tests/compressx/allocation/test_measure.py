@@ -20,7 +20,7 @@ from compressx.models.access import InMemory
 from compressx.models.architecture import survey
 from compressx.planning.plan import Plan, PlannedLinear, PlannedRule
 from compressx.pruners import magnitude, sensitivity, sparsegpt, wanda
-from compressx.recipe.allocation import DivergenceAllocation
+from compressx.recipe.sections import DivergenceAllocation
 from compressx.runtime.errors import ArtifactError, CalibrationError, UnsupportedModelError
 from compressx.testing import tiny_model, tiny_tokens
 from compressx_attnprune import plugin as attnprune

@@ -15,7 +15,7 @@ from tests.compressx.allocation.test_measure import REST, one_rule
 from compressx.allocation.methods import allocate
 from compressx.allocation.owl import outlier_ratio, sparsities
 from compressx.models.access import InMemory
-from compressx.recipe.allocation import OwlAllocation
+from compressx.recipe.sections import OwlAllocation
 from compressx.testing import tiny_model, tiny_tokens
 
 BLOCKS = st.lists(st.tuples(st.floats(0, 1), st.integers(1, 10**9)), min_size=1, max_size=40)

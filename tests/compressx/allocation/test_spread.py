@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from compressx.allocation.spread import Curve, _hull, _MonotoneCubic, cheapest, fitted, in_steps, isotonic, shares
-from compressx.recipe.allocation import MAX_SPARSITY
+from compressx.recipe.sections import MAX_SPARSITY
 
 GRID = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9)
 

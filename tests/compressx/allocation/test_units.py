@@ -16,7 +16,7 @@ from compressx.allocation.units import Unit, check_allocation, spread, units_of,
 from compressx.api.patterns import NM, Unstructured, zeros_in
 from compressx.planning.plan import Plan, PlannedLinear, PlannedRule
 from compressx.pruners import magnitude
-from compressx.recipe.allocation import MAX_SPARSITY, AttentionAware, OwlAllocation
+from compressx.recipe.sections import MAX_SPARSITY, AttentionAware, OwlAllocation
 from compressx.runtime.errors import RecipeError
 from compressx_attnprune import plugin as attnprune
 

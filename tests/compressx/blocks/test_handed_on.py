@@ -16,7 +16,7 @@ from compressx.models.architecture import survey
 from compressx.models.blockwise import Streams, advance, capture, each_block, passes, run_around
 from compressx.planning.plan import Plan, PlannedLinear, PlannedRule
 from compressx.pruners import magnitude
-from compressx.recipe.training import ReconstructBlock
+from compressx.recipe.sections import ReconstructBlock
 from compressx.runtime.errors import UnsupportedModelError
 from compressx.testing import TINY_CONFIGS, tiny_tokens
 

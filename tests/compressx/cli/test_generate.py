@@ -15,7 +15,7 @@ from tests.compressx.saved import save_tiny
 
 import compressx
 from compressx.cli import cli
-from compressx.recipe.selecting import SelectTokens
+from compressx.recipe.sections import SelectTokens
 from compressx.testing import tiny_text
 
 SECTION = "select_tokens: {selector: gemfilter, keep: 40, options: {block: 1}, protect: {first: 1, last: 5}}\n"

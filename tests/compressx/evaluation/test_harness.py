@@ -26,7 +26,7 @@ from compressx.models.access import InMemory
 from compressx.plugins.manager import load_plugins
 from compressx.prompts.frame import frame
 from compressx.prompts.prepare import Selecting
-from compressx.recipe.selecting import SelectTokens
+from compressx.recipe.sections import SelectTokens
 from compressx.runtime.errors import CalibrationError, RecipeError
 from compressx.testing import tiny_model
 

@@ -22,7 +22,7 @@ from compressx.pipeline.run import plan, run
 from compressx.plugins.manager import load_plugins
 from compressx.prompts.needles import MEASURING
 from compressx.prompts.prepare import Selecting
-from compressx.recipe.selecting import SelectTokens
+from compressx.recipe.sections import SelectTokens
 from compressx.runtime.errors import CalibrationError, PluginError, RecipeError, UnsupportedModelError
 from compressx.testing import tiny_model
 

@@ -21,10 +21,10 @@ from tests.compressx.evaluation.measuring import plugins
 
 from compressx.api.patterns import NM
 from compressx.evaluation.evaluators import with_evaluators
-from compressx.recipe.allocation import AttentionAware
 from compressx.recipe.document import MAX_BYTES, MAX_DEPTH, dump_yaml, flow, from_python, parse_yaml
 from compressx.recipe.rules import Rule
 from compressx.recipe.schema import LoadedRecipe, Recipe, load_recipe, recipe_from_dict
+from compressx.recipe.sections import AttentionAware
 from compressx.recipe.validation import validate_options
 from compressx.runtime.errors import PluginError, RecipeError
 

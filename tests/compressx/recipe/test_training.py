@@ -9,7 +9,7 @@ from tests.compressx.saved import save_tiny
 
 from compressx.pipeline.run import plan
 from compressx.recipe.schema import load_recipe
-from compressx.recipe.training import Finetune
+from compressx.recipe.sections import Finetune
 from compressx.runtime.errors import CalibrationError, RecipeError
 
 RECIPE = """\

@@ -19,7 +19,7 @@ from torch import Tensor
 from compressx.api.record import FinetuneReport
 from compressx.masks.maskset import MaskEntry, MaskSet, weight_sha256
 from compressx.models.architecture import survey
-from compressx.recipe.training import Finetune, Lora
+from compressx.recipe.sections import Finetune, Lora
 from compressx.runtime.errors import ArtifactError, CalibrationError, OutOfMemoryError, UnsupportedModelError
 from compressx.testing import tiny_model, tiny_tokens
 from compressx.training import finetune as module

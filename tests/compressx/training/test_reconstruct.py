@@ -27,8 +27,8 @@ from compressx.models.architecture import survey
 from compressx.models.arithmetic import products_in
 from compressx.models.blockwise import capture_calls, replay
 from compressx.numerics.output_error import channel_weights
+from compressx.recipe.sections import ReconstructBlock
 from compressx.recipe.sources import DatasetSource
-from compressx.recipe.training import ReconstructBlock
 from compressx.runtime.errors import ArtifactError
 from compressx.runtime.ranks import Ranks
 from compressx.testing import tiny_model, tiny_tokens
