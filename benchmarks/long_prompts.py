@@ -64,7 +64,7 @@ def by_compressx(given: argparse.Namespace, method: str) -> list[dict[str, Any]]
     from compressx.models.access import InMemory
     from compressx.models.loading import load_model, load_tokenizer
     from compressx.prompts.answer import answer
-    from compressx.prompts.prepare import Selecting
+    from compressx.prompts.selection import Selecting
     from compressx.recipe.sections import SelectTokens
     from llm_compressor import trimmed
 
@@ -77,11 +77,11 @@ def by_compressx(given: argparse.Namespace, method: str) -> list[dict[str, Any]]
     asked, rows = prompts(given, tokenizer), []
     for number, x in enumerate([asked[0], *asked]):  # the first is answered twice, to warm up
         base = trimmed()
-        told = answer(model, tokenizer, x.prompt.ids, x.prompt.protected, given.tokens, selection)
-        kept = None if selection is None else share_kept(x.prompt.places, selection.last)
+        told = answer(model, tokenizer, x.ids, x.protected, given.tokens, selection)
+        kept = None if selection is None else share_kept(x.places, selection.last)
         rows.append({
-            "length": x.length, "depth": x.depth, "text": told.text, "read": told.kept_tokens, "kept": kept,
-            "right": x.prompt.answer.lower() in told.text.lower(),
+            "length": len(x.ids), "depth": x.depth, "text": told.text, "read": told.kept_tokens, "kept": kept,
+            "right": x.answer.lower() in told.text.lower(),
             "seconds": told.seconds["select"] + told.seconds["prefill"], "select": told.seconds["select"],
             "memory": max(told.peak_memory_bytes.values()) - base,
             "reason": told.reason,
@@ -101,7 +101,7 @@ def by_kvpress(given: argparse.Namespace, method: str, python: str, folder: Path
     if not saved.exists():
         save_model(load_model(found), tokenizer, saved)
     asked = prompts(given, tokenizer)
-    (folder / "prompts.json").write_text(json.dumps([x.prompt.ids.tolist() for x in [asked[0], *asked]]))
+    (folder / "prompts.json").write_text(json.dumps([x.ids.tolist() for x in [asked[0], *asked]]))
     task = {
         "model": str(saved), "dtype": given.dtype, "press": PRESSES[method], "keep": given.keep,
         "tokens": given.tokens, "prompts": str(folder / "prompts.json"), "result": str(folder / "result.json"),
@@ -112,8 +112,8 @@ def by_kvpress(given: argparse.Namespace, method: str, python: str, folder: Path
     for x, told in zip(asked, json.loads((folder / "result.json").read_text())[1:], strict=True):
         text = readable(tokenizer, told["written"])
         rows.append({
-            "length": x.length, "depth": x.depth, "text": text, "read": x.length, "kept": None,
-            "right": x.prompt.answer.lower() in text.lower(), "seconds": told["seconds"], "select": None,
+            "length": len(x.ids), "depth": x.depth, "text": text, "read": len(x.ids), "kept": None,
+            "right": x.answer.lower() in text.lower(), "seconds": told["seconds"], "select": None,
             "memory": told["memory"], "reason": f"{told['cached']} keys and values in the cache",
         })  # fmt: skip
     return rows

@@ -35,7 +35,7 @@ from compressx.api.record import (
     RunReport,
     UnitReport,
 )
-from compressx.plugins.file import LoadTable, plugin_table
+from compressx.plugins.discovery import LoadTable, plugin_table
 from compressx.plugins.manager import load_plugins
 from compressx.recipe.schema import Recipe, load_recipe
 from compressx.recipe.sections import (

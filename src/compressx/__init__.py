@@ -50,8 +50,7 @@ if TYPE_CHECKING:
     from compressx.pipeline.run import plan, run
     from compressx.plugins.manager import Plugins, load_plugins
     from compressx.prompts.answer import Answer, generate
-    from compressx.prompts.select import select_tokens
-    from compressx.prompts.selection import Selected
+    from compressx.prompts.selection import Selected, select_tokens
     from compressx.runtime.errors import (
         ArtifactError,
         CalibrationError,
@@ -82,8 +81,7 @@ _HOME = {
     "api.statistics": ["Covariance", "FeatureNorms", "Hessian", "SequenceSample"],
     "api.units": ["Owners", "UnitKind", "Units"],
     "prompts.answer": ["Answer", "generate"],
-    "prompts.select": ["select_tokens"],
-    "prompts.selection": ["Selected"],
+    "prompts.selection": ["Selected", "select_tokens"],
 }  # fmt: skip
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 

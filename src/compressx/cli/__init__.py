@@ -10,12 +10,9 @@ from collections.abc import Sequence
 
 import click
 
-from compressx.cli.bench import bench
 from compressx.cli.common import Host
-from compressx.cli.files import pack, unpack
-from compressx.cli.models import apply, evaluate, init, inspect
+from compressx.cli.models import apply, bench, evaluate, generate, init, inspect, pack, unpack
 from compressx.cli.plugins import plugins
-from compressx.cli.prompts import generate
 from compressx.cli.runs import compare, plan, run, schema, sweep
 from compressx.runtime.code import __version__
 

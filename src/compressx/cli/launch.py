@@ -123,14 +123,14 @@ def launch(number: int, left: str) -> int:
         # -P: like a console script, do not import from the working directory.
         elastic_launch(config, sys.executable)("-P", "-m", "compressx", *sys.argv[1:])
     except ChildFailedError as error:
-        return _told(error.failures, left)
+        return _print_failures(error.failures, left)
     except SignalException as stopped:
         click.echo(f"interrupted; {left}", err=True)
         return 128 + int(stopped.sigval)
     return 0
 
 
-def _told(failures: Mapping[int, Any], left: str) -> int:
+def _print_failures(failures: Mapping[int, Any], left: str) -> int:
     """Print why processes failed, by rank, each reason once, and return the exit status."""
     from compressx.runtime.errors import printable
     from compressx.runtime.ranks import ANOTHER_ENDED

@@ -1,11 +1,15 @@
-"""`compressx init | eval | apply | inspect`: commands for one model, and for masks."""
+"""`compressx init | eval | generate | bench | apply | inspect | pack | unpack`: the commands for one model, or some."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shlex
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -19,6 +23,11 @@ from compressx.cli.common import (
     revision_option,
     trust_option,
 )
+
+if TYPE_CHECKING:
+    from compressx.models.packed_folder import Progress, Sizes
+    from compressx.prompts.selection import Selecting
+    from compressx.recipe.sources import ModelSource
 
 
 @click.command("eval", epilog="Example: compressx eval runs/one --tasks hellaswag,arc_easy --limit 100")
@@ -49,7 +58,7 @@ def evaluate(
     """
     from compressx.cli import tables, terminal
     from compressx.evaluation.saved import evaluate_saved, measures, source_of
-    from compressx.prompts.prepare import Selecting
+    from compressx.prompts.selection import Selecting
     from compressx.recipe.schema import load_recipe
 
     given = {key: json.dumps(value) if value is True else value for key, value in lm_eval.items() if value is not None}
@@ -139,7 +148,6 @@ def apply(
 def inspect(model: str, masks: Path | None, revision: str | None, trust_remote_code: bool, as_json: bool) -> None:
     """Count the zeros of MODEL, layer by layer: sparsity, pattern, whether 2:4 holds."""
     from compressx.cli import tables, terminal
-    from compressx.cli.files import of_sizes
     from compressx.evaluation.saved import source_of
     from compressx.masks.inspect import inspect as look
 
@@ -147,4 +155,246 @@ def inspect(model: str, masks: Path | None, revision: str | None, trust_remote_c
     if as_json:
         click.echo(json.dumps(found.to_dict(), indent=1))
     else:
-        terminal.show(*tables.of_inspection(found), *(of_sizes(found.packed) if found.packed else ()))
+        terminal.show(*tables.of_inspection(found), *(tables.of_packed(found.packed) if found.packed else ()))
+
+
+@click.command(epilog='Example: compressx generate runs/one --prompt-file report.txt --question "Who signed it?"')
+@click.argument("model")
+@click.option("--prompt-file", type=PATH, help="File with the prompt, a long text; - reads standard input.")
+@click.option("--prompt", help="The prompt itself.")
+@click.option("--question", default="", help="Question after the prompt, of which every token is read.")
+@click.option("--selector", shell_complete=plugin_names,
+              help="Token selector; by default that of the run MODEL, else retrieval-heads.")  # fmt: skip
+@click.option("--keep", metavar="N|FRACTION",
+              help="Tokens of the prompt to read; by default that of the run MODEL, else 0.125.")  # fmt: skip
+@click.option(
+    "--set", "options", multiple=True, metavar="OPTION=VALUE", help="An option of the selector; may be repeated."
+)
+@click.option("--full", is_flag=True, help="Read the whole prompt.")
+@click.option("--max-new-tokens", type=int, default=50, show_default=True, help="Tokens to write at most.")
+@click.option("--show-kept", is_flag=True, help="Also print what was read, on standard error.")
+@dtype_option
+@revision_option
+@trust_option
+@device_option
+@click.option("--json", "as_json", is_flag=True, help="Print the answer and what it took as JSON.")
+@click.pass_obj
+@errors_for_users
+def generate(
+    host: Host, /, model: str, prompt_file: Path | None, prompt: str | None, question: str, full: bool,
+    max_new_tokens: int, show_kept: bool, dtype: str, revision: str | None, trust_remote_code: bool, device: str,
+    as_json: bool, **selection: Any,
+) -> None:  # fmt: skip
+    """Let MODEL answer a long prompt of which it reads the selected tokens only, the likeliest token each time.
+
+    MODEL is an output folder, a model folder, a .gguf file or a hub id. The answer is printed on standard output, what
+    it took on standard error. The first blocks of the model read the whole prompt; a token selector chooses by their
+    attention what the model reads.
+    """
+    from compressx.cli import tables, terminal
+    from compressx.evaluation.saved import source_of
+    from compressx.prompts.answer import answer_saved
+    from compressx.runtime.errors import RecipeError
+
+    if max_new_tokens < 1:
+        raise RecipeError(f"--max-new-tokens {max_new_tokens}: expected at least 1")
+    text = _prompt(prompt_file, prompt)
+    source = source_of(model, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code)
+    selecting = _selecting(host, source, selection, full=full)
+    with terminal.under_way() as tell:
+        answer = answer_saved(source, text, question, max_new_tokens, selecting=selecting, device=device, progress=tell)
+    settings = None if selecting is None else selecting.settings
+    if as_json:
+        section = None if settings is None else settings.model_dump(mode="json")
+        click.echo(json.dumps({**dataclasses.asdict(answer), "select_tokens": section}, indent=1))
+        return
+    click.echo(answer.text)
+    if show_kept:
+        click.echo(f"read: {answer.kept_text}", err=True)
+    terminal.show(*tables.of_answer(answer, None if settings is None else settings.selector), stderr=True)
+
+
+def _prompt(file: Path | None, prompt: str | None) -> str:
+    """Return the prompt that one of the options gives."""
+    from compressx.data.documents import read_text
+    from compressx.runtime.errors import RecipeError
+
+    if file is None and prompt is None:
+        raise RecipeError("expected --prompt-file or --prompt")
+    if file is not None and prompt is not None:
+        raise RecipeError("--prompt-file and --prompt exclude each other; leave out one")
+    if file is None:
+        name, text = "--prompt", prompt or ""
+    elif file == Path("-"):
+        name = "--prompt-file -: standard input"
+        try:
+            text = sys.stdin.read()
+        except UnicodeDecodeError as error:
+            raise RecipeError(f"{name} is not UTF-8 ({error.reason})") from error
+    else:
+        name, text = f"--prompt-file {file}", read_text(file)
+    if not text.strip():
+        raise RecipeError(f"{name} is empty; expected a text")
+    return text
+
+
+def _selecting(host: Host, source: ModelSource, given: dict[str, Any], *, full: bool) -> Selecting | None:
+    """Return how the prompt is shortened: as the run says, with what the options change."""
+    from compressx.prompts.selection import Selecting, changed_selection, saved_selection
+    from compressx.recipe.document import assignments, read_plain
+    from compressx.runtime.errors import RecipeError
+
+    changes: dict[str, Any] = {}
+    if given["selector"] is not None:
+        changes["selector"] = given["selector"]
+    if given["keep"] is not None:
+        changes["keep"] = read_plain(given["keep"])
+    if given["options"]:
+        changes["options"] = assignments(given["options"])
+    if full:
+        if changes:
+            key = next(iter(changes))
+            option = next(iter(changes["options"]), "") if key == "options" else ""
+            raise RecipeError(f"--full reads the whole prompt; leave out {_flag(key, option)}".rstrip())
+        return None
+    selecting = Selecting(changed_selection(saved_selection(source), changes, _flag), host.plugins())
+    selecting.spec(lambda *loc: _flag("options", *loc))
+    return selecting
+
+
+def _flag(*loc: object) -> str:
+    """Return the option that sets a key of `select_tokens`."""
+    key, *inside = map(str, loc) if loc else ["selector"]
+    if key == "options":
+        return f"--set {'.'.join(inside)}".rstrip()
+    return f"--{key}"
+
+
+@click.command(epilog="Example: compressx bench ./my-model runs/one --prompt-tokens 128,512 --output speed")
+@click.argument("models", nargs=-1, required=True, metavar="MODEL...")
+@click.option("--prompt-tokens", "prompts", multiple=True, metavar="N,N...",
+              help="Of the prompt. Default: 512, or what the model's positions leave.")  # fmt: skip
+@click.option("--new-tokens", "news", multiple=True, default=["64"], show_default=True, metavar="N,N...",
+              help="Written after it, exactly: an end of text does not stop them.")  # fmt: skip
+@click.option("--batch", type=int, default=1, show_default=True, help="Sequences at a time.")
+@click.option("--rounds", type=int, default=5, show_default=True, help="Rounds that count; one before them does not.")
+@click.option("--threads", type=int, help="Threads on the CPU; by default torch's choice.")
+@click.option("--semi-structured", is_flag=True, help="Convert 2:4 weights for the sparse tensor cores of a GPU.")
+@click.option("--output", type=PATH, help="Folder for bench.md, bench.json and bench.svg.")
+@dtype_option
+@revision_option
+@trust_option
+@device_option
+@click.option("--json", "as_json", is_flag=True, help="Print what was measured as JSON.")
+@errors_for_users
+def bench(
+    models: tuple[str, ...], prompts: tuple[str, ...], news: tuple[str, ...], batch: int, rounds: int,
+    threads: int | None, semi_structured: bool, output: Path | None, dtype: str, revision: str | None,
+    trust_remote_code: bool, device: str, as_json: bool,
+) -> None:  # fmt: skip
+    """Time each MODEL reading prompts (prefill) and writing after them (decode), in turn, round by round.
+
+    MODEL is an output folder, a model folder, a .gguf file or a hub id; give the dense model first, to which the others
+    are compared. Each is loaded in a process of its own, so memory is measured for each.
+    """
+    from compressx.cli import terminal
+    from compressx.evaluation.bench import BenchSettings
+    from compressx.evaluation.bench import bench as timed
+    from compressx.evaluation.saved import source_of
+    from compressx.report.speeds import Length
+    from compressx.runtime.files import os_errors_named
+
+    read, written = _numbers("--prompt-tokens", prompts or ("512",)), _numbers("--new-tokens", news)
+    lengths = [Length(p, n) for p in read for n in written]
+    asked = BenchSettings(tuple(lengths), batch, rounds, device, threads, semi_structured, fit=not prompts)
+    asked.check()
+    if output is not None:
+        with os_errors_named("write", output):  # before the minutes that timing takes
+            output.mkdir(parents=True, exist_ok=True)
+    sources = [source_of(m, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code) for m in models]
+    with terminal.under_way() as tell:
+        found = timed(sources, asked, progress=tell)
+    if as_json:
+        click.echo(json.dumps(found.to_dict(), indent=1))
+    else:
+        terminal.show(*found.sections())
+    files = [] if output is None else found.write(output)  # last, so that no figure is lost if it fails
+    if files and not as_json:
+        click.echo(f"written to {', '.join(map(str, files))}")
+
+
+def _numbers(option: str, given: tuple[str, ...]) -> list[int]:
+    """Read whole numbers, separated by commas or given one by one; equal ones count once."""
+    from compressx.runtime.errors import RecipeError
+
+    words = [word.strip() for text in given for word in text.split(",")]
+    for word in words:
+        if not word.isdecimal():
+            raise RecipeError(
+                f"{option} {','.join(given)}: {word!r} is no whole number; expected as in {option} 128,512"
+            )
+    return list(dict.fromkeys(map(int, words)))
+
+
+@click.command(epilog="Example: compressx pack runs/one")
+@click.argument("model", type=PATH)
+@click.option("-o", "--output", type=PATH, help="New folder to write; by default MODEL-packed.")
+@click.option("--compress/--no-compress", default=True, show_default=True,
+              help="Compress masks and exponents, or store nothing but bit masks and values.")  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="Print the sizes as JSON.")
+@errors_for_users
+def pack(model: Path, output: Path | None, compress: bool, as_json: bool) -> None:
+    """Write MODEL, an output folder or a model's folder, without its zeros.
+
+    Nothing is lost: compressx unpack restores every byte, and compressx reads packed folders like others.
+    """
+    from compressx.cli import terminal
+    from compressx.models.checkpoint import find_local
+    from compressx.models.packed_folder import pack_folder
+    from compressx.runtime.errors import UnsupportedModelError
+
+    if find_local(model).is_file():
+        raise UnsupportedModelError(f"{model} is a GGUF file, which has a format of its own; pack reads safetensors")
+    output = output or _beside(model, "packed")
+    begin = time.perf_counter()
+    with terminal.under_way() as tell:
+        sizes = pack_folder(model, output, compress=compress, progress=_file_by_file(tell))
+    _show(sizes, output, time.perf_counter() - begin, as_json=as_json)
+
+
+@click.command(epilog="Example: compressx unpack runs/one-packed")
+@click.argument("folder", type=PATH)
+@click.option("-o", "--output", type=PATH, help="New folder to write; by default FOLDER-unpacked.")
+@click.option("--json", "as_json", is_flag=True, help="Print the sizes as JSON.")
+@errors_for_users
+def unpack(folder: Path, output: Path | None, as_json: bool) -> None:
+    """Restore what compressx pack wrote to FOLDER, byte for byte; every tensor's sha256 is checked."""
+    from compressx.cli import terminal
+    from compressx.models.checkpoint import find_local
+    from compressx.models.packed_folder import unpack_folder
+
+    find_local(folder)
+    output = output or _beside(folder, "unpacked")
+    begin = time.perf_counter()
+    with terminal.under_way() as tell:
+        sizes = unpack_folder(folder, output, progress=_file_by_file(tell))
+    _show(sizes, output, time.perf_counter() - begin, as_json=as_json)
+
+
+def _file_by_file(tell: Callable[[str], None]) -> Progress:
+    return lambda done, total, name: tell(f"{name}, {done + 1} of {total}" if name else "flush to disk")
+
+
+def _beside(folder: Path, ending: str) -> Path:
+    resolved = folder.resolve()  # `.` has no name
+    return resolved.with_name(f"{resolved.name}-{ending}")
+
+
+def _show(sizes: Sizes, output: Path, seconds: float, *, as_json: bool) -> None:
+    from compressx.cli import tables, terminal
+    from compressx.report.section import Section
+
+    if as_json:
+        click.echo(json.dumps({"output": str(output), "seconds": seconds, **sizes.to_dict()}, indent=1))
+        return
+    terminal.show(*tables.of_packed(sizes), Section(note=f"written to {output} in {seconds:.1f} s"))

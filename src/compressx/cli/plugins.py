@@ -5,11 +5,18 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from compressx.cli.common import PATH, Host, errors_for_users, plugin_names
+
+if TYPE_CHECKING:
+    from compressx.plugins.discovery import PluginRecord
+    from compressx.report.section import Section
+    from compressx.testing.conformance import Outcome
 
 
 @click.group(invoke_without_command=True, epilog="Example: compressx plugins --json")
@@ -20,13 +27,26 @@ def plugins(context: click.Context, as_json: bool) -> None:
     """Show every plugin: where it came from, whether it loaded, and what it offers."""
     if context.invoked_subcommand is not None:
         return
-    from compressx.cli import tables, terminal
+    from compressx.cli import terminal
 
     records = context.obj.plugins(warn=False).records
     if as_json:
         click.echo(json.dumps([r.as_json() for r in records], indent=1))
     else:
-        terminal.show(*tables.of_plugins(records))
+        terminal.show(*_of_plugins(records))
+
+
+def _of_plugins(records: Sequence[PluginRecord]) -> Iterator[Section]:
+    """Yield one row for each plugin, and below it why those that failed did."""
+    from compressx.plugins.kinds import KINDS
+    from compressx.report.section import Section, table
+
+    rows = []
+    for r in records:
+        named = [f"{kind.name} {name}" for kind in KINDS for name in r.offers.get(kind.key, ())]
+        rows.append((r.name, r.version, r.source, r.status, ", ".join(named), r.distribution))
+    yield Section(table=table(["name", "version", "source", "status", "offers", "distribution"], rows))
+    yield from (Section(note=f"{record.name}: {record.error}") for record in records if record.error)
 
 
 @plugins.command("new", epilog="Example: compressx plugins new my-pruner --folder work")
@@ -69,7 +89,7 @@ def plugins_check(
 
     Exits with 1 on failure.
     """
-    from compressx.cli import tables, terminal
+    from compressx.cli import terminal
     from compressx.recipe.document import assignments
     from compressx.recipe.validation import validate_options
     from compressx.testing.conformance import conformance, known_architectures
@@ -81,8 +101,41 @@ def plugins_check(
     for spec in specs:
         validate_options(spec.options, given, lambda *loc: f"--set {'.'.join(map(str, loc))}")
     for spec in specs:
-        found = terminal.checked(spec.name, conformance(spec, options=given, architectures=chosen))
-        terminal.show(*tables.of_checks(spec.name, found, every=verbose))
+        found: list[Outcome] = []
+        with terminal.under_way() as tell:
+            for outcome in conformance(spec, options=given, architectures=chosen):
+                found.append(outcome)
+                tell(f"checking {spec.name} on {outcome.architecture}: {outcome.check}")
+        terminal.show(*_of_checks(spec.name, found, every=verbose))
         failed |= any(outcome.status == "failed" for outcome in found)
     if failed:
         sys.exit(1)
+
+
+def _of_checks(pruner: str, found: Sequence[Outcome], *, every: bool) -> Iterator[Section]:
+    """Yield what each check of a pruner found on each architecture, and why those that failed did, once a cause."""
+    from compressx.report.section import Section, table
+    from compressx.testing.conformance import by_cause
+
+    architectures = list(dict.fromkeys(o.architecture for o in found if o.architecture))
+    by_place = {(o.check, o.architecture): o for o in found}
+    refused = {o.architecture for o in found if o.status == "refused"}
+    words = {"passed": "ok", "failed": "FAILED", "refused": "refused", "skipped": "-"}
+    rows = []
+    for check in dict.fromkeys(o.check for o in found):
+        if (check, "") in by_place:
+            cells = [words[by_place[check, ""].status]] * max(1, len(architectures))
+        else:
+            cells = [
+                words[by_place[check, a].status] if (check, a) in by_place else "refused" if a in refused else ""
+                for a in architectures
+            ]
+        rows.append((check, *cells))
+    yield Section(table=table([pruner, *(architectures or [""])], rows))
+    told = [o for o in found if o.status in ("failed", "refused")]
+    for first, *more in [[o] for o in told] if every else by_cause(told):
+        also = f"\n    and {len(more)} more for this cause; -v shows all" if more else ""
+        yield Section(note=f"{words[first.status]}: {first}{also}")
+    passed, failed = (sum(o.status == status for o in found) for status in ("passed", "failed"))
+    also = f", {len(refused)} architectures refused" if refused else ""
+    yield Section(note=f"{pruner}: {passed} checks passed, {failed} failed{also}")

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from compressx.allocation.units import zeros_of
 from compressx.api.names import folded, kind_of
 from compressx.masks.inspect import sparsity_of
-from compressx.plugins import kinds
 from compressx.report.section import Column, Section, Value, estimates, table
 
 if TYPE_CHECKING:
@@ -18,12 +17,11 @@ if TYPE_CHECKING:
     from compressx.api.evaluator import Figures
     from compressx.evaluation.saved import Applied
     from compressx.masks.inspect import Inspected, Inspection
+    from compressx.models.packed_folder import Sizes
     from compressx.pipeline.sizes import RunSizes
     from compressx.pipeline.timed import RunTime
     from compressx.planning.plan import Plan
-    from compressx.plugins.record import PluginRecord
     from compressx.prompts.answer import Answer
-    from compressx.testing.conformance import Outcome
 
 _COSTS = (Column("tokens", "d"), Column("seconds", ".2f"), Column("peak GiB", ".2f"))
 _SPARSITY = Column("sparsity", ".2%")
@@ -109,17 +107,6 @@ def _size(size: float) -> str:
     return f"{size / 1e9:.2f} GB" if size >= 1e8 else f"{size / 1e6:.3g} MB"
 
 
-def of_plugins(records: Sequence[PluginRecord]) -> Iterator[Section]:
-    """Yield one row for each plugin, and below it why those that failed did."""
-    keys = [kind.key for kind in kinds.KINDS]
-    rows = [
-        (r.name, r.version, r.source, r.status, *(", ".join(r.offers.get(key, ())) for key in keys), r.distribution)
-        for r in records
-    ]
-    yield Section(table=table(["name", "version", "source", "status", *keys, "distribution"], rows))
-    yield from (Section(note=f"{record.name}: {record.error}") for record in records if record.error)
-
-
 def of_figures(figures: Figures) -> Iterator[Section]:
     """Yield what was measured, each number under its full name."""
     measured = {
@@ -134,12 +121,7 @@ def of_figures(figures: Figures) -> Iterator[Section]:
 
 
 def of_answer(answer: Answer, selector: str | None) -> Iterator[Section]:
-    """Yield what answering a prompt took, stage by stage, and which tokens of it were read.
-
-    Args:
-        answer: the answer.
-        selector: name of the token selector; None if the whole prompt was read.
-    """
+    """Yield what answering a prompt took, stage by stage, and which tokens a selector, if any, chose of it."""
     memory = {name: used / 2**30 for name, used in answer.peak_memory_bytes.items()}
     rows: list[Sequence[Value]] = [
         ("prefill", answer.kept_tokens, answer.seconds["prefill"], None),
@@ -190,29 +172,19 @@ def _patterns(linears: Sequence[Inspected]) -> str:
     return ", ".join(patterns if len(patterns) <= 3 else [*patterns[:2], f"{len(patterns) - 2} others"])
 
 
-def of_checks(pruner: str, found: Sequence[Outcome], *, every: bool = False) -> Iterator[Section]:
-    """Yield what each check of a pruner found on each architecture, and why those that failed did, once a cause."""
-    from compressx.testing.conformance import by_cause
+def of_packed(sizes: Sizes) -> Iterator[Section]:
+    """Yield the sizes of a packed model's tensors, with zeros and others, and of its files."""
+    rows: list[tuple[Value, ...]] = []
+    for kind, masked in (("tensors with zeros", True), ("other tensors", False)):
+        some = [tensor for tensor in sizes.tensors if tensor.masked == masked]
+        dense, packed = (sum(t.bytes for t in some), sum(t.packed_bytes for t in some))
+        rows.append((kind, *_shares(dense, packed, sum(t.mask_and_values for t in some))))
+    predicted = sum(tensor.mask_and_values for tensor in sizes.tensors)
+    rows.append(("files", *_shares(sizes.bytes, sizes.packed_bytes, predicted)))
+    megabytes = [Column(name, ".1f") for name in ("dense, MB", "packed, MB")]
+    shares = [Column(name, ".2%") for name in ("packed / dense", "masks and values / dense")]
+    yield Section(f"Packed: {sizes.folder}", table=table(["", *megabytes, *shares], rows))
 
-    architectures = list(dict.fromkeys(o.architecture for o in found if o.architecture))
-    by_place = {(o.check, o.architecture): o for o in found}
-    refused = {o.architecture for o in found if o.status == "refused"}
-    words = {"passed": "ok", "failed": "FAILED", "refused": "refused", "skipped": "-"}
-    rows = []
-    for check in dict.fromkeys(o.check for o in found):
-        if (check, "") in by_place:
-            cells = [words[by_place[check, ""].status]] * max(1, len(architectures))
-        else:
-            cells = [
-                words[by_place[check, a].status] if (check, a) in by_place else "refused" if a in refused else ""
-                for a in architectures
-            ]
-        rows.append((check, *cells))
-    yield Section(table=table([pruner, *(architectures or [""])], rows))
-    told = [o for o in found if o.status in ("failed", "refused")]
-    for first, *more in [[o] for o in told] if every else by_cause(told):
-        also = f"\n    and {len(more)} more for this cause; -v shows all" if more else ""
-        yield Section(note=f"{words[first.status]}: {first}{also}")
-    passed, failed = (sum(o.status == status for o in found) for status in ("passed", "failed"))
-    also = f", {len(refused)} architectures refused" if refused else ""
-    yield Section(note=f"{pruner}: {passed} checks passed, {failed} failed{also}")
+
+def _shares(dense: int, packed: int, predicted: int) -> tuple[Value, ...]:
+    return dense / 1e6, packed / 1e6, packed / dense if dense else None, predicted / dense if dense else None

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import rich.table
 from rich import box
@@ -17,10 +16,6 @@ from rich.text import Text
 from compressx.report.section import Best, Section, Table, Value
 from compressx.stages.log import FORMAT, LOG
 from compressx.stages.state import Progress as Tell
-
-if TYPE_CHECKING:
-    from compressx.testing.conformance import Outcome
-
 
 _TEXT = 12
 """Least width of a column of text that is longer."""
@@ -125,13 +120,3 @@ def _cell(text: str, value: Value, marked: bool) -> Text:
     if isinstance(value, Best):
         return Text(f"{text}*", style="bold")
     return Text(f"{text} " if marked else text)
-
-
-def checked(pruner: str, outcomes: Iterable[Outcome]) -> list[Outcome]:
-    """Go through the checks of a pruner, and show on standard error which one is under way."""
-    found: list[Outcome] = []
-    with Console(stderr=True).status(f"checking {pruner}") as status:
-        for outcome in outcomes:
-            found.append(outcome)
-            status.update(f"checking {pruner} on {outcome.architecture}: {outcome.check}")
-    return found

@@ -17,7 +17,7 @@ from compressx.models.access import Access, config_fingerprint
 from compressx.models.blockwise import evaluation_mode
 from compressx.plugins.kinds import EVALUATOR
 from compressx.plugins.manager import Plugins
-from compressx.prompts.prepare import Selecting
+from compressx.prompts.selection import Selecting
 from compressx.recipe.document import Placed, Step
 from compressx.recipe.schema import LoadedRecipe
 from compressx.recipe.sources import datasets_in
@@ -91,13 +91,8 @@ def check_evaluators(
 ) -> None:  # fmt: skip
     """Let the evaluators refuse what they cannot measure, before text is read; collect what they say.
 
-    Args:
-        settings: of each evaluator.
-        plugins: that offer them.
-        model: without weights, or None.
-        tokenizer: its tokenizer, or None.
-        mistakes: to add to.
-        placed: the document with the `evaluate` section; without it, messages have no places.
+    The model has no weights; it and the tokenizer may be None. Without `placed`, the document with the `evaluate`
+    section, messages have no places.
     """
     for name, options in settings.items():
 

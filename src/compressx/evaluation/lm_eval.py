@@ -183,14 +183,10 @@ def run_tasks(
     model: Any, tokenizer: Any, settings: LmEval, rolling: Mapping[str, Sequence[str]],
     selection: Callable[[], Selection] | None = None,
 ) -> dict[str, dict[str, float]]:  # fmt: skip
-    """Run tasks through lm-evaluation-harness, quietly.
+    """Run tasks, as `check_tasks` accepts them, through lm-evaluation-harness, quietly, on a model in evaluation mode.
 
-    Args:
-        model: a transformers causal language model; left in evaluation mode.
-        tokenizer: its tokenizer, which is not changed.
-        settings: the tasks, as `check_tasks` accepts them.
-        rolling: the documents of each `RollingTask`, by name; scored in windows of the model's maximum length.
-        selection: returns what shortens the prompts of tasks that generate text; called if there are any.
+    `rolling` has the documents of each `RollingTask`, by name, which are scored in windows of the model's maximum
+    length. `selection` returns what shortens the prompts of tasks that generate text; it is called if there are any.
 
     Returns:
         Metrics by task or group, with standard errors where available (`acc_stderr`).
@@ -202,7 +198,7 @@ def run_tasks(
     on_cpu = model.device.type == "cpu"  # whose memory the harness would try out until the process is killed
     batch_size = 4 if settings.batch_size == "auto" and on_cpu else settings.batch_size
     copied = copy.deepcopy(tokenizer)  # the harness adds a padding token where there is none
-    with quiet_libraries(), _random_state_kept():
+    with quiet_libraries(), _random_states_restored():
         from jinja2 import StrictUndefined, TemplateError
         from jinja2.sandbox import SandboxedEnvironment
         from lm_eval import utils
@@ -306,15 +302,10 @@ def _language_model(selection: Callable[[], Selection] | None) -> Any:
                 raise CalibrationError(f"lm_eval ends texts that it has written at EOS, and there is none; {_NAME_IT}")
             return end
 
-    if selection is None:
-        return Checking
-    prepared = selection
-
-    class Selecting(Checking):
-        def _model_generate(
-            self, context: torch.Tensor, max_length: int, stop: list[str], **kwargs: Any
-        ) -> torch.Tensor:
-            selected = prepared().select(context, kwargs.pop("attention_mask", None))
+        def _model_generate(self, context: torch.Tensor, max_length: int, stop: list[str], **kwargs: Any) -> Any:
+            if selection is None:
+                return super()._model_generate(context, max_length, stop, **kwargs)
+            selected = selection().select(context, kwargs.pop("attention_mask", None))
             kept = selected.input_ids.shape[1]
             written = super()._model_generate(
                 selected.input_ids, max_length - context.shape[1] + kept, stop,
@@ -322,7 +313,7 @@ def _language_model(selection: Callable[[], Selection] | None) -> Any:
             )  # fmt: skip
             return torch.cat([context, written[:, kept:]], dim=1)  # the harness cuts the whole prompt off
 
-    return Selecting
+    return Checking
 
 
 def _warn_of_fixed_examples(asked: int | None, used: Mapping[str, int]) -> None:
@@ -359,7 +350,7 @@ def _spec(task: str | RollingTask, index: Mapping[str, Indexed], rolling: Mappin
 
 
 @contextlib.contextmanager
-def _random_state_kept() -> Iterator[None]:
+def _random_states_restored() -> Iterator[None]:
     """Restore every global random state: the harness seeds them all, and pruning must not depend on that."""
     import numpy as np
 

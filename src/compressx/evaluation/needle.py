@@ -6,7 +6,6 @@ Perplexity hardly sees retrieval: most tokens can be predicted from the few befo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from pydantic import Field, StrictInt, model_validator
@@ -44,48 +43,24 @@ class NeedleGrid(Strict):
         return self
 
 
-@dataclass(frozen=True, eq=False)
-class NeedlePrompt:
-    """A prompt of the grid.
-
-    Attributes:
-        length: tokens of the prompt.
-        depth: of the hidden sentence, from 0 to 1.
-        prompt: the prompt.
-    """
-
-    length: int
-    depth: float
-    prompt: Hidden
-
-
 def needle_figures(
     access: Access, tokenizer: Any, hay: Tensor, settings: NeedleGrid, selection: Selection | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Ask a model every question of the grid.
-
-    Args:
-        access: the model, in evaluation mode.
-        tokenizer: its tokenizer.
-        hay: token ids of other text, int64 [tokens].
-        settings: the recipe's `evaluate.needle`.
-        selection: also ask with the tokens that it selects of each prompt.
-        progress: called with the number of answers and their total.
+    """Ask a model in evaluation mode every question of the grid, in other text, int64 [tokens].
 
     Returns:
         `answered`, the share of right answers; with a selection also `answered, selected` and `kept, selected`, the
         mean share of the hidden sentence's tokens that it keeps; and `grid`, the same by `length` and `depth`.
 
     Raises:
-        CalibrationError: too little text, or prompts longer than the model's positions.
+        CalibrationError: too little text.
     """
     asked = list(grid(tokenizer, hay, settings))
-    check_room(access.model, max(settings.lengths), ANSWER_TOKENS, "evaluate.needle")
-    places = [selection.places(x.prompt.ids, x.prompt.protected) for x in asked] if selection else []
-    reads = {"answered": [x.prompt.ids for x in asked]}
+    places = [selection.places(x.ids, x.protected) for x in asked] if selection else []
+    reads = {"answered": [x.ids for x in asked]}
     if selection is not None:
-        reads["answered, selected"] = [x.prompt.ids[kept] for x, kept in zip(asked, places, strict=True)]
+        reads["answered, selected"] = [x.ids[kept] for x, kept in zip(asked, places, strict=True)]
     measured: dict[str, list[float]] = {}
     total = len(asked) * len(reads)
     with access.whole() as model:
@@ -93,17 +68,17 @@ def needle_figures(
             measured[name] = []
             for x, ids in zip(asked, prompts, strict=True):
                 said = readable(tokenizer, greedy(model, tokenizer, ids[None], ANSWER_TOKENS)[0])
-                measured[name].append(float(x.prompt.answer.lower() in said.lower()))
+                measured[name].append(float(x.answer.lower() in said.lower()))
                 if progress is not None:
                     progress(sum(map(len, measured.values())), total)
     if selection is not None:
-        measured["kept, selected"] = [share_kept(x.prompt.places, kept) for x, kept in zip(asked, places, strict=True)]
-    cells = dict.fromkeys((x.length, x.depth) for x in asked)
+        measured["kept, selected"] = [share_kept(x.places, kept) for x, kept in zip(asked, places, strict=True)]
+    cells = dict.fromkeys((len(x.ids), x.depth) for x in asked)
     return {
         **{name: _mean(values) for name, values in measured.items()},
         "grid": [
             {"length": length, "depth": depth, **{
-                name: _mean([v for x, v in zip(asked, values, strict=True) if (x.length, x.depth) == (length, depth)])
+                name: _mean([v for x, v in zip(asked, values, strict=True) if (len(x.ids), x.depth) == (length, depth)])
                 for name, values in measured.items()
             }}
             for length, depth in cells
@@ -111,14 +86,14 @@ def needle_figures(
     }  # fmt: skip
 
 
-def grid(tokenizer: Any, hay: Tensor, settings: NeedleGrid) -> Iterator[NeedlePrompt]:
+def grid(tokenizer: Any, hay: Tensor, settings: NeedleGrid) -> Iterator[Hidden]:
     """Yield every prompt of a grid; each begins elsewhere in the text if it can, and equally in every run."""
     depths = [i / (settings.depths - 1) for i in range(settings.depths)] if settings.depths > 1 else [0.5]
     for length in settings.lengths:
         for i, depth in enumerate(depths):
             for j, fact in enumerate(MEASURING[: settings.needles]):
                 start = (i * settings.needles + j) * 1009
-                yield NeedlePrompt(length, depth, hidden(tokenizer, hay, fact, length, depth, start=start))
+                yield hidden(tokenizer, hay, fact, length, depth, start=start)
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -141,7 +116,7 @@ class NeedleEvaluator:
         """Return the text in which sentences are hidden, int64 [tokens]."""
         hay = text_ids(tokenizer, "\n\n".join(texts(self.options.dataset, "evaluation")))
         for asked in grid(tokenizer, hay, self.options):
-            check_ids(model, asked.prompt.ids, tokenizer, "needle: the prompt")
+            check_ids(model, asked.ids, tokenizer, "needle: the prompt")
         return hay
 
     def fingerprint(self, text: Tensor) -> str:

@@ -47,29 +47,6 @@ def prompt_ids(settings: Sample, tokenizer: Any) -> Tensor:
     return torch.tensor([ids])
 
 
-def check_sample(settings: Sample, tokenizer: Any, model: Any) -> None:
-    """Check that a model has room for the prompt and what is written after it; needs no weights.
-
-    Raises:
-        UnsupportedModelError: a model that cannot generate.
-        CalibrationError: as `prompt_ids`, tokens that the model does not know, or more than it has positions.
-    """
-    ids = prompt_ids(settings, tokenizer)
-    check_ids(model, ids, tokenizer, "evaluate.sample: the prompt")
-    check_room(model, ids.shape[1], settings.tokens, "evaluate.sample")
-
-
-def continuation(model: Any, tokenizer: Any, ids: Tensor, tokens: int) -> str:
-    """Return what a model writes after a prompt [1, tokens], the likeliest token each time, `tokens` at most.
-
-    Raises:
-        UnsupportedModelError: a model that cannot generate.
-        CalibrationError: more tokens than the model has positions.
-    """
-    check_room(model, ids.shape[1], tokens, "evaluate.sample")
-    return readable(tokenizer, greedy(model, tokenizer, ids, tokens)[0])
-
-
 class SampleEvaluator:
     """Lets a model write after the prompt."""
 
@@ -77,9 +54,11 @@ class SampleEvaluator:
         self.options = options
 
     def check(self, model: Any | None, tokenizer: Any | None, at: At) -> None:  # noqa: ARG002 - of the whole section
-        """Refuse a model without room for the prompt and the text."""
+        """Refuse a model that cannot generate, or without room for the prompt and the text."""
         if tokenizer is not None:
-            check_sample(self.options, tokenizer, model)
+            ids = prompt_ids(self.options, tokenizer)
+            check_ids(model, ids, tokenizer, "evaluate.sample: the prompt")
+            check_room(model, ids.shape[1], self.options.tokens, "evaluate.sample")
 
     def read(self, model: Any, tokenizer: Any) -> Tensor:  # noqa: ARG002 - `check` has looked at the model
         """Return the prompt, int64 [1, tokens]."""
@@ -90,10 +69,10 @@ class SampleEvaluator:
         return fingerprint(text)
 
     def evaluate(self, model: EvaluatedModel) -> Figures:
-        """Return the prompt and the text, under `sample`."""
+        """Return the prompt and the text, the likeliest token each time, under `sample`."""
         with model.access.whole() as whole, evaluation_mode(whole):
-            text = continuation(whole, model.tokenizer, model.text, self.options.tokens)
-        return {"sample": {"prompt": self.options.prompt, "text": text}}
+            written = greedy(whole, model.tokenizer, model.text, self.options.tokens)[0]
+        return {"sample": {"prompt": self.options.prompt, "text": readable(model.tokenizer, written)}}
 
 
 @hookimpl

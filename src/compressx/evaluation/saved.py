@@ -30,7 +30,7 @@ from compressx.models.shards import save_model
 from compressx.models.streaming import open_model
 from compressx.plugins.kinds import EVALUATOR
 from compressx.plugins.manager import Plugins
-from compressx.prompts.prepare import Selecting
+from compressx.prompts.selection import Selecting
 from compressx.recipe.document import Node, Placed, from_python, override, steps_of
 from compressx.recipe.schema import load_recipe
 from compressx.recipe.sections import SelectTokens
@@ -68,11 +68,8 @@ def measures(
 ) -> tuple[Options, SelectTokens | None]:
     """Return what to measure, a recipe's `evaluate` section or token perplexity on WikiText-2, and `select_tokens`.
 
-    Args:
-        recipe: a recipe with that section.
-        overrides: `evaluate.KEY=VALUE` or `select_tokens.KEY=VALUE`, as for `--set`.
-        plugins: that offer evaluators.
-        perplexity: whether token perplexity is measured where no recipe says what to measure.
+    Overrides are `evaluate.KEY=VALUE` or `select_tokens.KEY=VALUE`, as for `--set`; without `perplexity` they alone say
+    what is measured where there is no recipe.
 
     Raises:
         RecipeError: an invalid setting, or a recipe without that section.
@@ -161,11 +158,8 @@ class Applied:
 def apply_masks(masks: Path, source: ModelSource, output: Path, *, original: bool = False) -> Applied:
     """Apply saved masks to a model of the same shapes, such as a fine-tuned one, and save it to a new folder.
 
-    Args:
-        masks: the file of masks.
-        source: the model.
-        output: the folder to create, with `model/` (including the tokenizer) and `masks.safetensors`, as after a run.
-        original: also require that the weights are the ones that were pruned, byte for byte.
+    The folder gets `model/` (including the tokenizer) and `masks.safetensors`, as after a run. With `original`, the
+    weights have to be the ones that were pruned, byte for byte.
 
     Raises:
         ArtifactError: masks that do not fit the model, an existing output, or files that cannot be written.

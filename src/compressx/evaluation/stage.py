@@ -11,7 +11,7 @@ from compressx.api.record import RunReport
 from compressx.evaluation.evaluators import check_evaluators, evaluate
 from compressx.models.streaming import StreamedModel, open_streamed
 from compressx.planning.plan import Plan
-from compressx.prompts.stage import selecting_of
+from compressx.prompts.selection import selecting_of
 from compressx.report.contents import evaluation
 from compressx.report.section import Column, Section, count_of, shaded, table
 from compressx.runtime.errors import Mistakes

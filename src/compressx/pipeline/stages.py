@@ -16,7 +16,7 @@ from compressx.pipeline.exporting import Export
 from compressx.pipeline.inputs import Inputs
 from compressx.pipeline.saving import Save
 from compressx.planning.make import check_rules, make_plan
-from compressx.prompts.stage import TokenSelection
+from compressx.prompts.selection import TokenSelection
 from compressx.report.contents import details, head, of_run
 from compressx.report.section import Section
 from compressx.runtime.errors import Mistakes, OutOfMemoryError, memory_named

@@ -24,10 +24,8 @@ from packaging.specifiers import SpecifierSet
 
 from compressx.api import hooks
 from compressx.plugins import kinds
-from compressx.plugins.discovery import GROUP, blocked_names, discover
-from compressx.plugins.file import PluginsFile, read_plugins_file
+from compressx.plugins.discovery import GROUP, PluginRecord, PluginsFile, blocked_names, discover, read_plugins_file
 from compressx.plugins.kinds import Kind, Spec, check_spec
-from compressx.plugins.record import PluginRecord
 from compressx.runtime.code import __version__
 from compressx.runtime.errors import CompressxError, PluginError, did_you_mean
 

@@ -14,7 +14,7 @@ from compressx.runtime.files import atomic_write
 _NAME = re.compile(r"[a-z][a-z0-9]*([-_][a-z0-9]+)*")
 
 _TEMPLATE = Path(__file__).with_name("template")
-"""Folders of a package's files, of which `@name@`, `@module@` and `@kind@` are replaced, in paths too."""
+"""Folders of a package's files, of which `@name@`, `@module@`, `@kind@` and `@key@` are replaced, in paths too."""
 
 KINDS: dict[str, tuple[Kind[Any], tuple[str, ...]]] = {
     "pruner": (PRUNER, ("shared", "pruner")),
@@ -40,12 +40,7 @@ def check_name(name: str) -> None:
 
 
 def new_plugin(name: str, parent: Path, kind: str = "pruner") -> Path:
-    """Write a plugin package `compressx-NAME` with a working example NAME of a kind.
-
-    Args:
-        name: of the plugin and of what it offers.
-        parent: the folder to create the package in.
-        kind: a key of `KINDS`.
+    """Write a plugin package `compressx-NAME` into a folder, with a working example NAME of a kind of `KINDS`.
 
     Returns:
         The package's folder.
@@ -61,15 +56,16 @@ def new_plugin(name: str, parent: Path, kind: str = "pruner") -> Path:
 
     offered, parts = KINDS[kind]
 
-    def filled(text: str) -> str:
-        text = text.replace("@name@", name).replace("@kind@", offered.name)
-        return text.replace("@module@", name.replace("-", "_"))
+    values = {"name": name, "module": name.replace("-", "_"), "kind": offered.name, "key": offered.key}
+
+    def written(text: str) -> str:
+        return re.sub(r"@(name|module|kind|key)@", lambda found: values[found[1]], text)
 
     try:
         for part in (_TEMPLATE / part for part in parts):
             for source in part.rglob("*.template"):
-                place = folder / filled(str(source.relative_to(part).with_suffix("")))
-                atomic_write(place, filled(source.read_text(encoding="utf-8")).encode())
+                place = folder / written(str(source.relative_to(part).with_suffix("")))
+                atomic_write(place, written(source.read_text(encoding="utf-8")).encode())
     except ArtifactError:
         shutil.rmtree(folder, ignore_errors=True)  # an incomplete package would block the next try
         raise

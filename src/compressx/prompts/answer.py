@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from compressx.models.access import InMemory
+from compressx.models.access import Device, InMemory, device_for
 from compressx.models.blockwise import evaluation_mode
+from compressx.models.checkpoint import find_checkpoint
 from compressx.models.generate import check_ids, check_room, greedy, readable
+from compressx.models.loading import load_model, load_skeleton, load_tokenizer
 from compressx.plugins.manager import Plugins
 from compressx.prompts.frame import frame, frame_of_chat, text_ids
-from compressx.prompts.prepare import Selecting
 from compressx.prompts.scores import check_decoder
-from compressx.prompts.selection import Selection
+from compressx.prompts.selection import Selecting, Selection
+from compressx.recipe.sources import ModelSource
 from compressx.runtime.errors import CalibrationError
 from compressx.runtime.timing import forget_peaks, peak_gpu_bytes, peak_resident_bytes
 
@@ -86,7 +88,7 @@ def generate(
     ids, protected = framed(tokenizer, prompt, question)
     selection = None
     if selector is not None:
-        selecting = Selecting.given(selector, keep, options, protect, plugins)
+        selecting = Selecting.from_python(selector, keep, options, protect, plugins)
         selection = selecting.prepare(InMemory(model), tokenizer)
     return answer(model, tokenizer, ids, protected, max_new_tokens, selection)
 
@@ -114,15 +116,10 @@ def framed(tokenizer: Any, prompt: str | Sequence[Mapping[str, str]], question: 
 def answer(
     model: Any, tokenizer: Any, ids: Tensor, protected: Tensor, tokens: int, selection: Selection | None
 ) -> Answer:
-    """Answer one prompt.
+    """Answer one prompt by at most so many tokens, 1 or more.
 
-    Args:
-        model: a transformers causal language model; its training mode is restored.
-        tokenizer: the model's.
-        ids: of the prompt, int64 [n].
-        protected: which tokens to keep in any case, bool [n].
-        tokens: to write at most, 1 or more.
-        selection: None reads the whole prompt.
+    The prompt's ids are int64 [n]; those that are `protected`, bool [n], are kept in any case. Without a selection the
+    model reads all. Its training mode is restored.
 
     Raises:
         UnsupportedModelError: a model that cannot generate, or whose scores cannot be read.
@@ -167,3 +164,28 @@ def _kept_text(tokenizer: Any, kept: Tensor, places: Tensor) -> str:
     gaps = (places[1:] != places[:-1] + 1).nonzero()[:, 0] + 1
     parts = torch.tensor_split(kept, gaps.tolist())
     return " ... ".join(readable(tokenizer, part) for part in parts)
+
+
+def answer_saved(
+    source: ModelSource, prompt: str, question: str, tokens: int, *, selecting: Selecting | None,
+    device: Device = "auto", progress: Callable[[str], None] = lambda _: None,
+) -> Answer:  # fmt: skip
+    """Let a saved model, which is loaded completely into memory, answer a prompt and a question, which may be empty.
+
+    Without `selecting` it reads the whole prompt; `progress` is called with what begins, in a few words.
+    """
+    where = device_for(device)
+    checkpoint = find_checkpoint(source)
+    skeleton, tokenizer = load_skeleton(checkpoint), load_tokenizer(checkpoint)
+    if selecting is not None:
+        selecting.check(skeleton, tokenizer)
+    ids, protected = framed(tokenizer, prompt, question)
+    check_ids(skeleton, ids, tokenizer)
+    progress("loading the model")
+    model = load_model(checkpoint).to(where)
+    selection = None
+    if selecting is not None:
+        progress("choosing blocks and heads")
+        selection = selecting.prepare(InMemory(model), tokenizer)
+    progress("answering")
+    return answer(model, tokenizer, ids, protected, tokens, selection)

@@ -61,12 +61,14 @@ class Hidden:
         places: of the sentence's tokens, int64 [k].
         protected: whether a token is no part of the long text, bool [n]: the question, and a chat's template.
         answer: that the model should give.
+        depth: of the sentence that was asked for, from 0 to 1.
     """
 
     ids: Tensor
     places: Tensor
     protected: Tensor
     answer: str
+    depth: float
 
 
 def hidden(tokenizer: Any, hay: Tensor, fact: Fact, length: int, depth: float, *, start: int = 0) -> Hidden:
@@ -104,7 +106,7 @@ def hidden(tokenizer: Any, hay: Tensor, fact: Fact, length: int, depth: float, *
     first = len(before) + place
     protected = torch.zeros(len(ids), dtype=torch.bool)
     protected[: len(before)] = protected[len(ids) - len(after) :] = True
-    return Hidden(ids, torch.arange(first, first + len(sentence)), protected, fact.answer)
+    return Hidden(ids, torch.arange(first, first + len(sentence)), protected, fact.answer, depth)
 
 
 _LENGTH = 1024
@@ -116,11 +118,7 @@ _DEPTHS = (0.1, 0.5, 0.9)
 def model_facts(access: Access, found: Architecture, tokenizer: Any | None, queries: int) -> ModelFacts:
     """Return what a token selector may know of a model.
 
-    Args:
-        access: the model.
-        found: its blocks.
-        tokenizer: the model's, for needles.
-        queries: last tokens that are queries in the needles' scores; 0 for no needles.
+    Needles have as many of the last tokens as queries as `queries` says, and need the tokenizer; 0 for no needles.
 
     Raises:
         CalibrationError: too few positions for a needle.

@@ -1,20 +1,33 @@
-"""Shorten prompts by a selector that is ready for a model."""
+"""`select_tokens`: find and check a token selector, make it ready for a model, and shorten prompts by it."""
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from compressx.api.selector import AttentionRows, TokenSelector
-from compressx.models.access import Access
-from compressx.models.architecture import Architecture, text_config
-from compressx.prompts.contract import checked_places
-from compressx.prompts.scores import read_scores
+from compressx.api.selector import AttentionRows, ModelFacts, TokenSelector, TokenSelectorSpec
+from compressx.models.access import Access, InMemory, config_fingerprint, weights_fingerprint
+from compressx.models.architecture import Architecture, survey, text_config
+from compressx.models.generate import check_ids
+from compressx.planning.plan import Plan
+from compressx.plugins.kinds import TOKEN_SELECTOR
+from compressx.plugins.manager import Plugins, load_plugins
+from compressx.prompts.needles import choosing_ids, model_facts, tokenizer_beside
+from compressx.prompts.scores import check_decoder, check_global, global_blocks, read_scores
+from compressx.recipe.schema import load_recipe
 from compressx.recipe.sections import SelectTokens
-from compressx.runtime.errors import CalibrationError, blamed_on
+from compressx.recipe.sources import ModelSource
+from compressx.recipe.validation import validate_options, validated
+from compressx.runtime.cache import cached
+from compressx.runtime.code import code_versions
+from compressx.runtime.errors import CalibrationError, Mistakes, PluginError, blamed_on
+from compressx.stages.state import RunState, Stage
 
 _log = logging.getLogger(__name__)
 
@@ -46,7 +59,7 @@ class Selection:
         found: its blocks.
         selector: the plugin's.
         wanted: the scores that it asks for.
-        told: not empty once it was said that nothing is left out.
+        warned: not empty once it was said that nothing is left out.
     """
 
     settings: SelectTokens
@@ -54,7 +67,7 @@ class Selection:
     found: Architecture
     selector: TokenSelector
     wanted: AttentionRows
-    told: list[bool] = field(default_factory=list, repr=False)
+    warned: list[bool] = field(default_factory=list, repr=False)
 
     def select(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Selected:
         """Select the tokens of prompts, one after the other.
@@ -85,8 +98,8 @@ class Selection:
             kept = self.places(input_ids[number, there])
             places.append(there[kept.to(there.device)])
             lengths.append(len(there))
-        if lengths == [*map(len, places)] and not self.told:
-            self.told.append(True)
+        if lengths == [*map(len, places)] and not self.warned:
+            self.warned.append(True)
             _log.warning(
                 "select_tokens leaves nothing out of prompts of up to %d tokens: keep is %s, and protected are the "
                 "first %d and the last %d",
@@ -144,3 +157,254 @@ class Selection:
                 "such as recent"
             )
         return read_scores(self.access, self.found, ids.to(self.access.device), self.wanted)
+
+
+def checked_rows(asked: object, facts: ModelFacts, name: str) -> AttentionRows:
+    """Return what `observe` asks for.
+
+    Raises:
+        PluginError: no `AttentionRows`, blocks that do not ascend, no query, or heads that the model does not have.
+    """
+    said = f"observe of token selector {name!r}"
+    if not isinstance(asked, AttentionRows):
+        raise PluginError(f"{said} must return AttentionRows, got {asked!r:.80}")
+    blocks, heads = _whole(asked.blocks), None if asked.heads is None else _whole(asked.heads)
+    queries = _whole((asked.queries,))
+    if blocks is None or list(blocks) != sorted({*blocks}):
+        raise PluginError(f"{said} must return blocks as whole numbers in ascending order, got {asked.blocks!r:.80}")
+    if asked.heads is not None and not heads:
+        raise PluginError(f"{said} must return heads as whole numbers, or None for all, got {asked.heads!r:.80}")
+    if not queries or queries[0] < 1:
+        raise PluginError(f"{said} must return at least one query, got {asked.queries!r:.80}")
+    if missing := [head for head in heads or () if not 0 <= head < facts.heads]:
+        raise PluginError(f"{said} asks for head {missing[0]}; expected 0 to {facts.heads - 1}")
+    return AttentionRows(blocks, heads, queries[0], str(asked.reason))
+
+
+def _whole(values: object) -> tuple[int, ...] | None:
+    """Return numbers as a tuple of int, those of NumPy and torch too; None if they are none."""
+    try:
+        numbers = [value.__index__() for value in values]  # type: ignore[attr-defined]
+    except (AttributeError, TypeError, ValueError):
+        return None
+    return tuple(numbers)
+
+
+def checked_places(answer: object, n: int, keep: int, name: str) -> Tensor:
+    """Return the places that `select` chose, on the CPU.
+
+    Raises:
+        PluginError: another number of places, another dtype, duplicates, another order, or places outside the prompt.
+    """
+    said = f"token selector {name!r}: expected {keep} different places from 0 to {n - 1} in ascending order"
+    if not isinstance(answer, Tensor) or answer.dtype != torch.int64 or answer.shape != (keep,):
+        kind = f"{answer.dtype} {[*answer.shape]}" if isinstance(answer, Tensor) else f"{answer!r:.80}"
+        raise PluginError(f"{said}, int64 [{keep}]; got {kind}")
+    places = answer.cpu()
+    if bool((falls := places[1:] <= places[:-1]).any()):
+        at = int(falls.nonzero()[0])
+        raise PluginError(f"{said}; got {int(places[at])} followed by {int(places[at + 1])}")
+    if int(places[0]) < 0 or int(places[-1]) >= n:
+        raise PluginError(f"{said}; got {int(places[0])} to {int(places[-1])}")
+    return places
+
+
+def _in_options(*loc: object) -> str:
+    return ".".join(map(str, ("select_tokens", "options", *loc)))
+
+
+@dataclass(frozen=True)
+class Selecting:
+    """How prompts are shortened: a recipe's `select_tokens` section, and the plugins that it names one of."""
+
+    settings: SelectTokens
+    plugins: Plugins
+
+    @classmethod
+    def from_python(
+        cls, selector: str, keep: float, options: Mapping[str, Any] | None, protect: Mapping[str, int] | None,
+        plugins: Plugins | None,
+    ) -> Selecting:  # fmt: skip
+        """Return what a caller from Python asks for; plugins are discovered when absent."""
+        section = {"selector": selector, "keep": keep, "options": dict(options or {}), "protect": dict(protect or {})}
+        settings = validated(SelectTokens, section, lambda *loc: ".".join(map(str, ("select_tokens", *loc))))
+        return cls(settings, plugins or load_plugins())
+
+    def spec(self, where: Callable[..., str] = _in_options) -> tuple[TokenSelectorSpec, Any]:
+        """Return the selector's spec, and its validated options; `where` is their place for messages."""
+        found = self.plugins.find(TOKEN_SELECTOR, self.settings.selector)
+        return found, validate_options(found.options, self.settings.options, where)
+
+    def check(self, skeleton: Any, tokenizer: Any | None, where: Callable[..., str] = _in_options) -> None:
+        """Refuse what can be refused without weights and, if there is none, a tokenizer; as `prepare`."""
+        selector, queries = _built(*self.spec(where))
+        check_decoder(skeleton)
+        found = survey(skeleton)
+        blocks = global_blocks(skeleton)[:1] or (0,)  # of which a choice on synthetic prompts needs one
+        if not queries:
+            blocks = self._observed(selector, InMemory(skeleton), found, None, 0).blocks
+        elif tokenizer is not None:
+            for ids in choosing_ids(tokenizer):
+                check_ids(skeleton, torch.tensor(ids), tokenizer, "select_tokens: a prompt to choose heads by")
+        check_global(skeleton, found, blocks)
+
+    def prepare(self, access: Access, tokenizer: Any | None) -> Selection:
+        """Build the selector, and ask it once which scores it needs of a model.
+
+        Args:
+            access: the model.
+            tokenizer: the model's; when absent and needed, the one saved beside the model.
+
+        Raises:
+            CompressxError: an unknown selector or option, a model whose attention cannot be read, or an invalid answer.
+        """
+        spec, options = self.spec()
+        selector, queries = _built(spec, options)
+        check_decoder(access.model)
+        found = survey(access.model)
+        if queries:
+            check_global(access.model, found, global_blocks(access.model)[:1] or (0,))
+            tokenizer = tokenizer_beside(access.model) if tokenizer is None else tokenizer
+            wanted = self._chosen(selector, options, access, found, tokenizer, queries)
+        else:
+            wanted = self._observed(selector, access, found, None, 0)
+        check_global(access.model, found, wanted.blocks)
+        return Selection(self.settings, access, found, selector, wanted)
+
+    def key(self) -> dict[str, Any]:
+        """Return what decides the selected tokens of a given model, in types that survive JSON."""
+        return {
+            "settings": self.settings.model_dump(mode="json"),
+            "code": self.plugins.code_of(TOKEN_SELECTOR, self.settings.selector),
+        }
+
+    def _chosen(
+        self, selector: TokenSelector, options: Any, access: Access, found: Architecture, tokenizer: Any, queries: int
+    ) -> AttentionRows:
+        """Return what a selector asks for by its needles, which take a run of the whole model, or what it asked."""
+        key = {
+            "selector": self.settings.selector,
+            "options": options.model_dump(mode="json"),
+            "code": self.plugins.code_of(TOKEN_SELECTOR, self.settings.selector),
+            "prompts": choosing_ids(tokenizer),
+            "model": weights_fingerprint(access),
+            "config": config_fingerprint(access.model),
+            "versions": code_versions(),
+        }
+
+        def ask() -> dict[str, Any]:
+            return asdict(self._observed(selector, access, found, tokenizer, queries))
+
+        kept = cached(key, ask, "selections", AttentionRows)
+        heads = None if kept["heads"] is None else tuple(kept["heads"])
+        return AttentionRows(tuple(kept["blocks"]), heads, kept["queries"], kept["reason"])
+
+    def _observed(
+        self, selector: TokenSelector, access: Access, found: Architecture, tokenizer: Any | None, queries: int
+    ) -> AttentionRows:
+        """Ask a selector which scores it needs, and check the answer."""
+        name, facts = self.settings.selector, model_facts(access, found, tokenizer, queries)
+        with blamed_on(f"observe of token selector {name!r} failed on {type(access.model).__name__}"):
+            asked = selector.observe(facts)
+        return checked_rows(asked, facts, name)
+
+
+def _built(spec: TokenSelectorSpec, options: Any) -> tuple[TokenSelector, int]:
+    """Build a selector; also return the number of queries in its needles, 0 for none."""
+    with blamed_on(f"build of token selector {spec.name!r} failed"):
+        queries = 0 if spec.needles is None else spec.needles(options)
+        selector = spec.build(options)
+    if type(queries) is not int or queries < 0:
+        raise PluginError(
+            f"needles of token selector {spec.name!r} must return a number of queries, 0 or more; got {queries!r:.80}"
+        )
+    return selector, queries
+
+
+def saved_selection(source: ModelSource) -> SelectTokens | None:
+    """Return the `select_tokens` section of the recipe in a run's folder, or beside its `model` folder.
+
+    Raises:
+        RecipeError: a recipe that cannot be read.
+    """
+    if source.path is None:
+        return None
+    path = source.path.expanduser()
+    folders = [path, *([path.parent] if path.name == "model" else [])]
+    recipe = next((folder / "recipe.yaml" for folder in folders if (folder / "recipe.yaml").is_file()), None)
+    return None if recipe is None else load_recipe(recipe).recipe.select_tokens
+
+
+def changed_selection(
+    saved: SelectTokens | None, changes: Mapping[str, Any], where: Callable[..., str]
+) -> SelectTokens:
+    """Return a selection with some keys of `select_tokens` changed, those inside `options` one by one.
+
+    Another selector drops the options of the one before. None as `saved` is retrieval-heads with an eighth of the
+    tokens; `where` returns the place of a location, for messages.
+    """
+    whole: dict[str, Any] = saved.model_dump() if saved else {"selector": "retrieval-heads", "keep": 0.125}
+    if changes.get("selector", whole["selector"]) != whole["selector"]:
+        whole["options"] = {}
+    options = {**whole.get("options", {}), **changes.get("options", {})}
+    return validated(SelectTokens, {**whole, **changes, "options": options}, where)
+
+
+class TokenSelection(Stage):
+    """The stage of `select_tokens`, which only checks: the selector is built where prompts are read."""
+
+    def check(self, state: RunState, plan: Plan | None, mistakes: Mistakes) -> None:  # noqa: ARG002 - of the model
+        """Refuse an unknown selector, its options, and a model whose attention it cannot read."""
+        loaded = state.loaded
+        if (selecting := selecting_of(state)) is None or state.skeleton is None:
+            return
+        with mistakes.collected():
+            with loaded.at("select_tokens", "selector"):
+                selecting.plugins.find(TOKEN_SELECTOR, selecting.settings.selector)
+            selecting.check(state.skeleton, state.tokenizer, partial(loaded.where, "select_tokens", "options"))
+
+
+def selecting_of(state: RunState) -> Selecting | None:
+    """Return how prompts are shortened, if the recipe says so."""
+    settings = state.recipe.select_tokens
+    return None if settings is None else Selecting(settings, state.plugins)
+
+
+def select_tokens(
+    model: Any,
+    input_ids: Tensor,
+    *,
+    selector: str = "retrieval-heads",
+    keep: float,
+    attention_mask: Tensor | None = None,
+    options: Mapping[str, Any] | None = None,
+    protect: Mapping[str, int] | None = None,
+    tokenizer: Any | None = None,
+    plugins: Plugins | None = None,
+) -> Selected:
+    """Select tokens of prompts, for the caller's own `model.generate(selected.input_ids, attention_mask=...)`.
+
+    Args:
+        model: a transformers causal language model with all weights in memory.
+        input_ids: int64 [batch, tokens] or [tokens], on any device.
+        selector: name of a token selector.
+        keep: tokens to keep of each prompt: a number, or a fraction of the prompt.
+        attention_mask: of the same shape, 0 at padding, which may be on either side; no padding when absent.
+        options: the selector's own.
+        protect: `first` and `last`, tokens that are always kept, as in a recipe.
+        tokenizer: the model's, for selectors that choose blocks or heads on synthetic prompts; when absent, the one
+            saved beside the model.
+        plugins: what `load_plugins` returned; discovered when absent.
+
+    Raises:
+        CompressxError: an error that the user can fix.
+    """
+    selecting = Selecting.from_python(selector, keep, options, protect, plugins)
+    ids: object = input_ids
+    if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32) or ids.dim() not in (1, 2):
+        kind = f"{ids.dtype} {[*ids.shape]}" if isinstance(ids, Tensor) else type(ids).__name__
+        raise CalibrationError(f"input_ids are {kind}; expected token ids, int64 [batch, tokens] or [tokens]")
+    prepared = selecting.prepare(InMemory(model), tokenizer)
+    if attention_mask is not None and attention_mask.dim() == input_ids.dim() == 1:
+        attention_mask = attention_mask[None]
+    return prepared.select(input_ids[None] if input_ids.dim() == 1 else input_ids, attention_mask)

@@ -84,18 +84,16 @@ def of_run(report: RunReport) -> Iterator[Section]:
         yield Section("Run", table=table(["run", Column("value", look="prose")], given))
 
 
-def _curves(report: RunReport) -> Iterator[Section]:
-    if figures := tuple(f for f in report.figures if f["file"].endswith(".svg")):
-        yield Section("Errors and curves", figures=figures, brief=count_of(figures, "figure"))
-
-
 def _stages(report: RunReport) -> Iterator[Section]:
     yield Section("Seconds by stage", table=table(["stage", _SECONDS], report.seconds.items()))
 
 
-def _matrices(report: RunReport) -> Iterator[Section]:
-    if figures := tuple(f for f in report.figures if not f["file"].endswith(".svg")):
-        yield Section("Matrices, dense and pruned", figures=figures, brief=count_of(figures, "figure"))
+def _figures(report: RunReport) -> Iterator[Section]:
+    curves = tuple(f for f in report.figures if f["file"].endswith(".svg"))
+    matrices = tuple(f for f in report.figures if f not in curves)
+    for title, figures in (("Errors and curves", curves), ("Matrices, dense and pruned", matrices)):
+        if figures:
+            yield Section(title, figures=figures, brief=count_of(figures, "figure"))
 
 
 def _layers(report: RunReport) -> Iterator[Section]:
@@ -126,7 +124,7 @@ def _software(report: RunReport) -> Iterator[Section]:
 
 def details(report: RunReport, recipe: str = "") -> Iterator[Section]:
     """Yield what comes last: seconds, figures, every linear, software and the recipe."""
-    for build in (_stages, _curves, _matrices, _layers, _software):
+    for build in (_stages, _figures, _layers, _software):
         yield from build(report)
     if recipe:
         yield Section("Recipe", text=recipe, brief=count_of(recipe.splitlines(), "line"))

@@ -42,12 +42,7 @@ class Matrices:
 
 
 def matrices(layers: Iterable[LayerReport], images: Mapping[str, Mapping[str, Tensor]]) -> tuple[Matrices, ...]:
-    """Keep what will be drawn of one block's matrices.
-
-    Args:
-        layers: the linears.
-        images: by linear, then by name, [rows, columns] each.
-    """
+    """Keep what will be drawn of one block's matrices [rows, columns], given by linear, then by name."""
     kept = []
     for some, named in grouped((layer, images[layer.name]) for layer in layers):
         first, *others = named.values()

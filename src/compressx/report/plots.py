@@ -2,7 +2,8 @@
 
 The only module that imports matplotlib, and only to draw. It uses `Figure` without pyplot, and matplotlib's defaults
 instead of the user's matplotlibrc, so the same values give the same bytes. The background is white in dark themes too.
-Lines use the colour-blind safe palette of Okabe and Ito (Wong, Nature Methods 8:441, 2011).
+Lines use the colour-blind safe palette of Okabe and Ito (Wong, Nature Methods 8:441, 2011). A figure that cannot be
+written to its `path` raises `ArtifactError`.
 """
 
 from __future__ import annotations
@@ -66,13 +67,7 @@ _STYLE: Any = {
 def error_by_layer(path: Path, quantity: str, panels: Mapping[str, Mapping[str, Line]]) -> None:
     """Draw a quantity over the decoder blocks, one line per label; logarithmic if all values are positive.
 
-    Args:
-        path: the `.svg` file.
-        quantity: label of the vertical axis.
-        panels: block numbers and values by panel title and line label. All panels share both axes.
-
-    Raises:
-        ArtifactError: the file cannot be written.
+    Block numbers and values are given by panel title and line label. All panels share both axes.
     """
     _draw_lines(path, panels, across="decoder block", up=quantity, columns=3, size=(4.6, 3.2), marked=True)
 
@@ -80,12 +75,7 @@ def error_by_layer(path: Path, quantity: str, panels: Mapping[str, Mapping[str, 
 def curves(path: Path, panels: Mapping[str, Mapping[str, Sequence[float]]]) -> None:
     """Draw curves over a solver's steps; logarithmic if all values are positive.
 
-    Args:
-        path: the `.svg` file.
-        panels: one value per step, by panel title and curve name. All panels share both axes.
-
-    Raises:
-        ArtifactError: the file cannot be written.
+    One value per step is given by panel title and curve name. All panels share both axes.
     """
     names = list(dict.fromkeys(name for lines in panels.values() for name in lines))
     stepped = {
@@ -104,12 +94,7 @@ def losses(path: Path, lines: Mapping[str, Line]) -> None:
 def measures_by_sparsity(path: Path, panels: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]]) -> None:
     """Draw measures over sparsity, one panel with its own vertical axis per measure.
 
-    Args:
-        path: the `.svg` file.
-        panels: points of sparsity in percent and value, in any order, by measure and line label.
-
-    Raises:
-        ArtifactError: the file cannot be written.
+    Points of sparsity in percent and value are given in any order, by measure and line label.
     """
     lines: dict[str, dict[str, Line]] = {}
     for title, named in panels.items():
@@ -123,13 +108,8 @@ def measures_by_sparsity(path: Path, panels: Mapping[str, Mapping[str, Sequence[
 def bars(path: Path, panels: Mapping[str, Mapping[str, Mapping[str, tuple[float, float, float]]]]) -> None:
     """Draw horizontal bars from zero, with ranges: a group of bars for each name, in it one for each label.
 
-    Args:
-        path: the `.svg` file.
-        panels: least, middle and most by panel title, label and name of the group. All panels have the same labels and
-            groups, and a horizontal axis of their own.
-
-    Raises:
-        ArtifactError: the file cannot be written.
+    Least, middle and most are given by panel title, label and name of the group. All panels have the same labels and
+    groups, and a horizontal axis of their own.
     """
     first = next(iter(panels.values()))
     groups = [*next(iter(first.values()))]
@@ -157,9 +137,6 @@ def heat_maps(path: Path, title: str, images: Mapping[str, Pooled], difference: 
 
     Without negative entries colours follow the square root, so that an attention matrix shows more than its few large
     entries; otherwise they are linear, and white is zero.
-
-    Raises:
-        ArtifactError: the file cannot be written.
     """
     every = torch.cat([image.values.flatten() for image in images.values()])
     panels = len(images) + (difference is not None)
@@ -176,11 +153,7 @@ def heat_maps(path: Path, title: str, images: Mapping[str, Pooled], difference: 
 
 
 def pooled(image: Tensor) -> Pooled:
-    """Average-pool a matrix so that each side is at most `LARGEST_SIDE`.
-
-    Args:
-        image: [rows, columns], any real dtype and device.
-    """
+    """Average-pool a matrix [rows, columns] of any dtype and device, so that each side is at most `LARGEST_SIDE`."""
     rows, columns = image.shape
     size = (min(rows, LARGEST_SIDE), min(columns, LARGEST_SIDE))
     values = torch.nn.functional.adaptive_avg_pool2d(image.detach().float()[None], size)[0]

@@ -1,7 +1,6 @@
 """For authors of plugins: tiny random models of every architecture, and checks of what a plugin promises.
 
-`check_plugin(spec)` is one test for the whole contract of what a plugin offers;
-`pytest_plugins = ["compressx.testing.fixtures"]` in a conftest gives models and tokens as fixtures.
+`check_plugin(spec)` is one test for the whole contract of what a plugin offers.
 """
 
 from compressx.testing.conformance import ConformanceError, Outcome, check_plugin, conformance

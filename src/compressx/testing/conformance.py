@@ -17,6 +17,7 @@ from typing import Any, Literal, TypeAlias
 from pydantic import BaseModel
 
 from compressx.plugins.kinds import EVALUATOR, EXPORTER, PRUNER, TOKEN_SELECTOR, Kind
+from compressx.recipe.validation import validate_options
 from compressx.runtime.errors import (
     CompressxError,
     PluginError,
@@ -25,12 +26,12 @@ from compressx.runtime.errors import (
     own_frames,
     said_by,
 )  # fmt: skip
-from compressx.testing.checks import CHECKS, options_round_trip, plans, validated_options
 from compressx.testing.models import TINY_CONFIGS
+from compressx.testing.pruners import PRUNER_CHECKS, plans
 from compressx.testing.saved import EVALUATOR_CHECKS, EXPORTER_CHECKS, SavedSubject, measures, writes
 from compressx.testing.selectors import SELECTOR_CHECKS, SelectorSubject, asks
-from compressx.testing.subject import NoSuchPromiseError, RefusedError, Subject
-from compressx.testing.surroundings import kept
+from compressx.testing.subject import NoSuchPromiseError, RefusedError, Subject, expect
+from compressx.testing.untouched import isolated
 
 Status: TypeAlias = Literal["passed", "failed", "refused", "skipped"]
 
@@ -93,7 +94,7 @@ class _Kit:
 
 
 _KITS = (
-    _Kit(PRUNER, Subject, ("plans without weights", plans), CHECKS),
+    _Kit(PRUNER, Subject, ("plans without weights", plans), PRUNER_CHECKS),
     _Kit(TOKEN_SELECTOR, SelectorSubject, ("asks for scores that are there", asks), SELECTOR_CHECKS),
     _Kit(EVALUATOR, SavedSubject, ("measures a model", measures), EVALUATOR_CHECKS),
     _Kit(EXPORTER, SavedSubject, ("writes a model", writes), EXPORTER_CHECKS),
@@ -139,12 +140,7 @@ def conformance(
     spec: Any, *, options: Mapping[str, Any] | None = None,
     architectures: Sequence[str] = ARCHITECTURES,
 ) -> Iterator[Outcome]:  # fmt: skip
-    """Put what a plugin offers through every check, one after the other.
-
-    Args:
-        spec: what the plugin offers.
-        options: as a recipe would give them.
-        architectures: keys of `TINY_CONFIGS`.
+    """Put what a plugin offers through every check, one after the other; arguments as for `check_plugin`.
 
     Yields:
         What each check found. Where an architecture is refused, one outcome says so for all.
@@ -171,9 +167,22 @@ def conformance(
         yield Outcome("accepts a model", "", "failed", f"every one of {', '.join(architectures)} was refused")
 
 
+def validated_options(spec: Any, given: Mapping[str, Any]) -> BaseModel:
+    """Validate options as a recipe's are."""
+    model: type[BaseModel] = spec.options
+    return validate_options(model, given, lambda *loc: ".".join(["options", *map(str, loc)]))
+
+
+def options_round_trip(spec: Any, given: Mapping[str, Any]) -> None:
+    """Check that options, written as JSON, are read back as they were."""
+    options = validated_options(spec, given)
+    again = validated_options(spec, options.model_dump(mode="json", by_alias=True))
+    expect(again == options, f"options read back from JSON differ: {again!r}, expected {options!r}")
+
+
 def _outcome(name: str, architecture: str, check: Callable[[], None]) -> Outcome:
     try:
-        with kept():
+        with isolated():
             check()
     except RefusedError as refusal:
         return Outcome(name, architecture, "refused", str(refusal))

@@ -129,8 +129,8 @@ def tiny_text(*, words: int = 600, seed: int = 0) -> str:
     return " ".join(choice.choice(_WORDS) for _ in range(words))
 
 
-def tiny_tokens(*, sequences: int = 8, length: int = 32, vocabulary: int = 128, seed: int = 0) -> torch.Tensor:
+def tiny_tokens(*, sequences: int = 8, length: int = 32, seed: int = 0) -> torch.Tensor:
     """Draw token ids [sequences, length] that repeat within a sequence, so that attention has something to find."""
     generator = torch.Generator().manual_seed(seed)
-    half = torch.randint(3, vocabulary, (sequences, (length + 1) // 2), generator=generator)
+    half = torch.randint(3, 128, (sequences, (length + 1) // 2), generator=generator)
     return torch.cat([half, half], dim=1)[:, :length]

@@ -6,15 +6,15 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, TypeAlias
 
-import torch
 from pydantic import BaseModel
 
-from compressx.api.evaluator import EvaluatedModel, EvaluatorSpec, Figures
-from compressx.api.exporter import ExporterSpec, FinishedModel
+from compressx.api.evaluator import EvaluatedModel, Figures
+from compressx.api.exporter import FinishedModel
 from compressx.evaluation.evaluators import ready
 from compressx.masks.file import MaskEntry, weight_sha256
 from compressx.masks.maskset import MaskSet
@@ -23,9 +23,8 @@ from compressx.models.architecture import survey
 from compressx.runtime.errors import CompressxError, PluginError, blamed_on
 from compressx.runtime.quiet import quiet_libraries
 from compressx.testing.models import save_tiny_model
-from compressx.testing.subject import RefusedError, expect
-from compressx.testing.surroundings import kept, reseed
-from compressx.testing.untouched import Snapshot
+from compressx.testing.subject import expect, refusals
+from compressx.testing.untouched import Snapshot, expect_same_process, seeded
 
 
 @dataclass(frozen=True)
@@ -55,20 +54,14 @@ def _finished(subject: SavedSubject) -> Iterator[FinishedModel]:
 
 
 def _figures(subject: SavedSubject, found: FinishedModel) -> Figures:
-    spec: EvaluatorSpec = subject.spec
-    evaluator = ready(spec, subject.options, found.tokenizer, found.access.model)
+    evaluator = ready(subject.spec, subject.options, found.tokenizer, found.access.model)
     return evaluator.evaluate(EvaluatedModel(found.access, found.tokenizer))
 
 
 def measures(subject: SavedSubject) -> None:
     """Measure a model; one that it says it cannot measure is refused."""
-    try:
-        with _finished(subject) as found:
-            figures = _figures(subject, found)
-    except CompressxError as refusal:
-        if isinstance(refusal, PluginError):
-            raise
-        raise RefusedError(str(refusal)) from refusal
+    with refusals(CompressxError, but=PluginError), _finished(subject) as found:
+        figures = _figures(subject, found)
     expect(bool(figures), "evaluate returned no figure")
 
 
@@ -93,78 +86,66 @@ def _finite(subject: SavedSubject) -> None:
 def _deterministic(subject: SavedSubject) -> None:
     answers = []
     for seed in (0, 1):
-        with _finished(subject) as found, torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+        with _finished(subject) as found, seeded(seed):
             answers.append(_figures(subject, found))
     expect(answers[0] == answers[1], f"with other global seeds it measured {answers[1]}, before {answers[0]}")
 
 
 def _export(subject: SavedSubject, found: FinishedModel) -> Path:
-    spec: ExporterSpec = subject.spec
-    folder = found.folder.parent / "exports" / spec.name
+    folder: Path = found.folder.parent / "exports" / subject.spec.name
     folder.mkdir(parents=True)
-    with blamed_on(f"exporter {spec.name!r}"):
-        spec.build(subject.options).export(found, folder)
+    with blamed_on(f"exporter {subject.spec.name!r}"):
+        subject.spec.build(subject.options).export(found, folder)
     return folder
 
 
 def writes(subject: SavedSubject) -> None:
     """Write a model; one that it says it cannot write is refused."""
-    try:
-        with _finished(subject) as found:
-            folder = _export(subject, found)
-            expect(any(path.is_file() for path in folder.rglob("*")), "export wrote no file into its folder")
-    except CompressxError as refusal:
-        if isinstance(refusal, PluginError):
-            raise
-        raise RefusedError(str(refusal)) from refusal
+    with refusals(CompressxError, but=PluginError), _finished(subject) as found:
+        folder = _export(subject, found)
+        expect(any(path.is_file() for path in folder.rglob("*")), "export wrote no file into its folder")
 
 
 def _inside(subject: SavedSubject) -> None:
     """Compare the files beside the folder before and after."""
     with _finished(subject) as found:
+        place = found.folder.parent
 
-        def others(but: Path) -> dict[str, bytes]:
-            place = found.folder.parent
-            files = (path for path in place.rglob("*") if path.is_file() and not path.is_relative_to(but))
-            return {path.relative_to(place).as_posix(): path.read_bytes() for path in files}
+        def others() -> dict[str, bytes]:
+            files = (path.relative_to(place) for path in place.rglob("*") if path.is_file())
+            own = Path("exports", subject.spec.name)
+            return {path.as_posix(): (place / path).read_bytes() for path in files if not path.is_relative_to(own)}
 
-        before = others(found.folder.parent / "exports" / subject.spec.name)
-        now = others(_export(subject, found))
+        before = others()
+        _export(subject, found)
+        now = others()
     changed = sorted(name for name in {**before, **now} if before.get(name) != now.get(name))
     expect(not changed, f"outside its folder it changed {', '.join(changed[:3])}; write into `folder` alone")
 
 
-def _untouched(use: Callable[[SavedSubject, FinishedModel], object]) -> Callable[[SavedSubject], None]:
-    def check(subject: SavedSubject) -> None:
-        with _finished(subject) as found:
-            before = Snapshot(found.access.model)
-            use(subject, found)
-            before.expect_same()
-
-    return check
+Use: TypeAlias = Callable[[SavedSubject, FinishedModel], object]
 
 
-def _process(use: Callable[[SavedSubject, FinishedModel], object]) -> Callable[[SavedSubject], None]:
-    def check(subject: SavedSubject) -> None:
-        with _finished(subject) as found:
-            reseed()
-            with kept() as changes:
-                use(subject, found)
-                told = changes()
-        expect(not told, "; ".join(told))
+def _model(use: Use, subject: SavedSubject) -> None:
+    with _finished(subject) as found:
+        before = Snapshot(found.access.model)
+        use(subject, found)
+        before.expect_same()
 
-    return check
+
+def _process(use: Use, subject: SavedSubject) -> None:
+    with _finished(subject) as found:
+        expect_same_process(partial(use, subject, found))
 
 
 EVALUATOR_CHECKS: Mapping[str, Callable[[SavedSubject], None]] = {
     "figures are finite": _finite,
     "deterministic": _deterministic,
-    "leaves the model as it is": _untouched(_figures),
-    "leaves the process as it is": _process(_figures),
+    "leaves the model as it is": partial(_model, _figures),
+    "leaves the process as it is": partial(_process, _figures),
 }
 EXPORTER_CHECKS: Mapping[str, Callable[[SavedSubject], None]] = {
     "writes only into its folder": _inside,
-    "leaves the model as it is": _untouched(_export),
-    "leaves the process as it is": _process(_export),
+    "leaves the model as it is": partial(_model, _export),
+    "leaves the process as it is": partial(_process, _export),
 }

@@ -16,15 +16,14 @@ from torch import Tensor
 from compressx.api.selector import AttentionRows, ModelFacts, Needle, TokenSelector, TokenSelectorSpec
 from compressx.models.access import InMemory
 from compressx.models.architecture import survey
-from compressx.prompts.contract import checked_rows
 from compressx.prompts.needles import model_facts
 from compressx.prompts.scores import check_global, read_scores
-from compressx.prompts.selection import Selection
+from compressx.prompts.selection import Selection, checked_rows
 from compressx.recipe.sections import Protect, SelectTokens
 from compressx.runtime.errors import UnsupportedModelError, blamed_on
 from compressx.testing.models import tiny_model, tiny_tokens
-from compressx.testing.subject import NoSuchPromiseError, RefusedError, expect
-from compressx.testing.surroundings import kept, reseed
+from compressx.testing.subject import NoSuchPromiseError, expect, refusals
+from compressx.testing.untouched import expect_same_process, seeded
 
 _LENGTH = 33
 """Tokens of a prompt where a check says nothing else."""
@@ -42,10 +41,6 @@ class SelectorSubject:
         self.architecture = architecture
         self.access = InMemory(tiny_model(architecture).to(device))
         self.found = survey(self.access.model)
-
-    def fresh(self) -> SelectorSubject:
-        """Return the same on a new model."""
-        return SelectorSubject(self.spec, self.options, self.architecture)
 
     def selector(self) -> TokenSelector:
         """Build the selector, as the host does for each model."""
@@ -77,15 +72,9 @@ class SelectorSubject:
         self, n: int, keep: int, selector: TokenSelector | None = None, *, wanted: AttentionRows | None = None,
         protected: Tensor | None = None, seed: int = 0,
     ) -> Tensor:  # fmt: skip
-        """Have the host select `keep` of a prompt's `n` tokens, int64 [keep].
+        """Have the host select `keep` of a prompt's `n` tokens, int64 [keep], with those `protected`, bool [n].
 
-        Args:
-            n: tokens of the prompt.
-            keep: of them, with the protected ones.
-            selector: a fresh one when absent.
-            wanted: what it observed, when it was asked already.
-            protected: tokens that are kept in any case, bool [n].
-            seed: of the prompt.
+        The selector is a fresh one when absent; `wanted` is what it observed, when it was asked already.
         """
         selector = selector or self.selector()
         wanted = wanted or self.observed(selector)
@@ -131,7 +120,7 @@ class _Watched:
 
 def asks(subject: SelectorSubject) -> None:
     """Check which scores it asks for, and read them; a model with which it or the host can do nothing is refused."""
-    try:
+    with refusals(UnsupportedModelError):
         facts, wanted = subject.facts(), subject.observed(subject.selector())
         if wanted.blocks and not facts.global_blocks:
             check_global(subject.access.model, subject.found, wanted.blocks)
@@ -140,16 +129,13 @@ def asks(subject: SelectorSubject) -> None:
             f"observe asks for the blocks {wanted.blocks}; expected some of facts.global_blocks, {facts.global_blocks}",
         )
         read_scores(subject.access, subject.found, tiny_tokens(sequences=1)[0], wanted)
-    except UnsupportedModelError as refusal:
-        raise RefusedError(str(refusal)) from refusal
 
 
 def _asks_again(subject: SelectorSubject) -> None:
     selector = subject.selector()
     first = subject.observed(selector)
     for again in (selector, subject.selector()):
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(1)
+        with seeded(1):
             wanted = subject.observed(again)
         expect(wanted == first, f"observe asked for {first}, and for {wanted} when it was asked again")
 
@@ -215,8 +201,7 @@ def _ties(subject: SelectorSubject) -> None:
 def _deterministic(subject: SelectorSubject) -> None:
     answers = []
     for seed in (0, 1):
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+        with seeded(seed):
             answers.append(subject.places(_LENGTH, _LENGTH // 2))
     expect(torch.equal(*answers), "two selectors with other global seeds selected other tokens of one prompt")
 
@@ -232,7 +217,7 @@ def _repeatable(subject: SelectorSubject) -> None:
 
 def _untouched(subject: SelectorSubject) -> None:
     """Compare the scores, the needles and the model's config before and after it reads them."""
-    subject = subject.fresh()  # what it does to a config it has done to the other one
+    subject = SelectorSubject(subject.spec, subject.options, subject.architecture)  # with a config as it was
     facts, selector = subject.facts(), _Watched(subject.selector())
     given = [tensor for needle in facts.needles for tensor in (needle.scores, needle.places)]
     before, config = [tensor.clone() for tensor in given], copy.deepcopy(vars(facts.config))
@@ -247,14 +232,14 @@ def _untouched(subject: SelectorSubject) -> None:
 
 def _process(subject: SelectorSubject) -> None:
     """Compare torch's settings and the random states before and after all that a selector is asked; look for prints."""
-    reseed()
-    with kept() as changes:
+
+    def use() -> None:
         selector = subject.selector()
         wanted = subject.observed(selector)
         for keep in (1, _LENGTH // 2):
             subject.places(_LENGTH, keep, selector, wanted=wanted)
-        found = changes()
-    expect(not found, "; ".join(found))
+
+    expect_same_process(use)
 
 
 SELECTOR_CHECKS: Mapping[str, Callable[[SelectorSubject], None]] = {
@@ -269,4 +254,3 @@ SELECTOR_CHECKS: Mapping[str, Callable[[SelectorSubject], None]] = {
     "leaves what it is given as it is": _untouched,
     "leaves the process as it is": _process,
 }
-"""By name; each raises when a selector breaks what it promises."""

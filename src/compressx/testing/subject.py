@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import combinations
@@ -35,9 +36,20 @@ class NoSuchPromiseError(Exception):
     """There is nothing to check."""
 
 
-def expect(kept: bool, broken: str) -> None:
-    """Raise when a promise is not kept; an assert would be silent under `python -O`."""
-    if not kept:
+@contextmanager
+def refusals(kind: type[CompressxError], but: type[CompressxError] | tuple[()] = ()) -> Iterator[None]:
+    """Take an error of a kind for a refusal of the architecture, `but` not one of a plugin's own mistakes."""
+    try:
+        yield
+    except but:
+        raise
+    except kind as refusal:
+        raise RefusedError(str(refusal)) from refusal
+
+
+def expect(holds: bool, broken: str) -> None:
+    """Raise when a promise is broken; an assert would be silent under `python -O`."""
+    if not holds:
         raise AssertionError(broken)
 
 
@@ -128,7 +140,7 @@ class Subject:
         block = self.scene(weights=False).block
         if not self.patterns:
             raise RefusedError(self.why_not(block, self.claimed[0]) or "")
-        named = {name for claim in self.patterns for name in self.asked(block, claim)}
+        named = {name for claim in self.patterns for name in self.by_linear(block, claim)}
         return tuple(name for name in block.linears if name in named)
 
     @cached_property
@@ -148,7 +160,7 @@ class Subject:
                     return names
         return tuple(block.linears)
 
-    def asked(self, block: Block, claim: Claim) -> dict[str, Asked]:
+    def by_linear(self, block: Block, claim: Claim) -> dict[str, Asked]:
         """Return what each linear of a block has to become.
 
         Raises:
@@ -164,7 +176,7 @@ class Subject:
     def why_not(self, block: Block, claim: Claim) -> str | None:
         """Return why a block is not pruned so, or None."""
         try:
-            patterns = self.asked(block, claim)
+            patterns = self.by_linear(block, claim)
         except UnsupportedModelError as refusal:
             return str(refusal)
         for pattern in patterns.values():
@@ -189,7 +201,7 @@ class Subject:
         linears: list[PlannedLinear] = []
         for block, _ in each_block(InMemory(model), found, dict.fromkeys(found.blocks, ())):
             taken = {name: x for name, x in block.linears.items() if name.removeprefix(f"{block.fqn}.") in kinds}
-            patterns = self.asked(block, claim) if isinstance(claim, Whole) else dict.fromkeys(taken, claim)
+            patterns = self.by_linear(block, claim) if isinstance(claim, Whole) else dict.fromkeys(taken, claim)
             if self.refusal(block, patterns) is None:
                 linears += [
                     PlannedLinear(name, block.fqn, (x.out_features, x.in_features), self.rule, patterns[name])
@@ -220,7 +232,7 @@ class Subject:
         return Scene(model, block, passes(runs, states))
 
     @torch.no_grad()
-    def gathered(self, scene: Scene, rule: PlannedRule | None = None) -> Stats:
+    def statistics(self, scene: Scene, rule: PlannedRule | None = None) -> Stats:
         """Return the statistics that the pruner asks for."""
         rule = rule or self.rule
         return gather(scene.block, {rule: self.names}, {rule: scene.pruners(rule)}, scene.passes)
@@ -232,8 +244,8 @@ class Subject:
     ) -> Mapping[str, PruneResult]:  # fmt: skip
         """Ask the pruner, as the host does, for all linears of a pattern or for some; the host refuses torn units."""
         rule = rule or self.rule
-        stats = self.gathered(scene, rule) if stats is None else stats
-        asked = self.asked(scene.block, claim)
+        stats = self.statistics(scene, rule) if stats is None else stats
+        asked = self.by_linear(scene.block, claim)
         patterns = {name: asked[name] for name in names or asked}
         untouched = Checksums(scene.block, [rule.label])
         results = decide(rule, scene.pruners(rule), scene.block, patterns, stats, untouched, kept)

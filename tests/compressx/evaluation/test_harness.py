@@ -25,7 +25,7 @@ from compressx.evaluation.lm_eval import LmEval, check_tasks, check_tokenizer, r
 from compressx.models.access import InMemory
 from compressx.plugins.manager import load_plugins
 from compressx.prompts.frame import frame
-from compressx.prompts.prepare import Selecting
+from compressx.prompts.selection import Selecting
 from compressx.recipe.sections import SelectTokens
 from compressx.runtime.errors import CalibrationError, RecipeError
 from compressx.testing import tiny_model

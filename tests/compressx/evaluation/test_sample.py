@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,9 @@ import torch
 from tests.compressx.evaluation.measuring import evaluators, measure, read
 from tests.compressx.saved import save_tiny
 
+from compressx.api.evaluator import EvaluatedModel
 from compressx.evaluation.evaluators import evaluate
-from compressx.evaluation.sample import Sample, continuation, prompt_ids
+from compressx.evaluation.sample import Sample, SampleEvaluator, prompt_ids
 from compressx.models.access import InMemory
 from compressx.models.checkpoint import find_checkpoint
 from compressx.models.loading import load_tokenizer
@@ -31,7 +33,9 @@ def test_the_likeliest_token_is_taken_each_time_whatever_the_model_is_set_to(arc
         for _ in range(6):
             expected = torch.cat([expected, model(expected).logits[:, -1:].argmax(-1)], dim=1)
     tokenizer.eos_token = None
-    assert continuation(model, tokenizer, ids, 6) == "".join(
+    evaluator = SampleEvaluator(Sample(prompt="ABC", tokens=6))
+    found: Any = evaluator.evaluate(EvaluatedModel(InMemory(model), tokenizer, ids))
+    assert found["sample"]["text"] == "".join(
         c for c in tokenizer.decode(expected[0, 3:], skip_special_tokens=True) if c.isprintable() or c in "\n\t"
     )
     assert model.generation_config.to_dict() == before
@@ -57,7 +61,7 @@ def test_a_prompt_may_be_a_users_message_and_needs_a_template_a_token_and_room_f
     model = tiny_model("llama")
     model.config.max_position_embeddings = 8
     with pytest.raises(CalibrationError, match="2 tokens and 7 after it are more than the model's 8 positions"):
-        continuation(model, tokenizer, torch.tensor([[1, 2]]), 7)
+        SampleEvaluator(Sample(prompt="ab", tokens=7)).check(model, tokenizer, lambda *_: nullcontext())
 
 
 def test_a_sample_is_measured_cached_and_is_no_number(tokenizer: Any, tmp_path: Path, monkeypatch: Any) -> None:
@@ -65,7 +69,7 @@ def test_a_sample_is_measured_cached_and_is_no_number(tokenizer: Any, tmp_path: 
     asked, model = evaluators(sample={"prompt": "ab", "tokens": 4}), InMemory(tiny_model("llama"))
     found = measure(model, tokenizer, asked, "model")
     assert found == measure(model, tokenizer, asked)
-    monkeypatch.setattr("compressx.evaluation.sample.continuation", lambda *_: pytest.fail("it is cached"))
+    monkeypatch.setattr("compressx.evaluation.sample.greedy", lambda *_: pytest.fail("it is cached"))
     assert measure(model, tokenizer, asked, "model") == found
     one, other = (read(x, tokenizer, model.model)[0] for x in (asked, evaluators(sample={"prompt": "abc"})))
     assert other.fingerprint() != one.fingerprint()

@@ -22,7 +22,7 @@ from compressx.models import streaming
 from compressx.pipeline.run import plan, run
 from compressx.pipeline.sweep import check, grid
 from compressx.plugins.manager import load_plugins
-from compressx.prompts.saved import answer_saved
+from compressx.prompts.answer import answer_saved
 from compressx.recipe.sources import ModelSource
 from compressx.runtime.errors import CalibrationError, CompressxError, RecipeError
 from compressx.testing import tiny_model, tiny_text
@@ -170,7 +170,7 @@ class TestTokensBeyondTheEmbedding:
         assert all(torch.equal(tensor, before[name]) for name, tensor in dense.state_dict().items())
 
     def test_generate_and_eval_refuse_them_before_weights_are_loaded(self, beyond, monkeypatch) -> None:
-        monkeypatch.setattr("compressx.prompts.saved.load_model", lambda *_: pytest.fail("weights were loaded"))
+        monkeypatch.setattr("compressx.prompts.answer.load_model", lambda *_: pytest.fail("weights were loaded"))
         monkeypatch.setattr("compressx.evaluation.saved.open_model", lambda *_: pytest.fail("weights were loaded"))
         source = ModelSource(path=beyond)
         asked = evaluators(token_perplexity={"dataset": {"text": "ended.txt"}, "sequence_length": 64})

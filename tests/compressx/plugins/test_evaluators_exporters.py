@@ -159,6 +159,10 @@ def test_mistakes_of_an_exporter_are_named_in_one_line_with_their_place(package:
     ):
         with pytest.raises((PluginError, RecipeError), match=told):
             plan(recipe(model, HALF, export=export))
+    Path("r.yaml").write_text(dump_yaml(recipe(model, HALF, export=["packed"])))
+    assert "r.yaml:15:3: no exporter 'packed': plugin 'packed' (entry point) is blocked; drop -p no:packed" in refused(
+        "-p", "no:packed", "plan", "r.yaml"
+    )
     del sys.modules["compressx_my_own"]
     package.write_text(package.read_text().replace("        for name", "        1 / 0\n        for name"))
     with pytest.raises(CompressxError, match=r"<dict>:export\[0\]: exporter 'my-own': ZeroDivisionError: division by"):

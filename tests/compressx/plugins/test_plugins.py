@@ -19,10 +19,9 @@ from tests.compressx.plugins.conftest import OFFERS, Site, listed, refusal
 
 import compressx
 from compressx.api import hooks
-from compressx.plugins.file import PluginsFile, read_plugins_file
+from compressx.plugins.discovery import PluginRecord, PluginsFile, read_plugins_file
 from compressx.plugins.kinds import KINDS, PRUNER
 from compressx.plugins.manager import load_plugins
-from compressx.plugins.record import PluginRecord
 from compressx.runtime.errors import PluginError
 
 ROOT = Path(__file__).parents[3]

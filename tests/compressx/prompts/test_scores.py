@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from compressx.api.selector import AttentionRows
 from compressx.models.access import InMemory
 from compressx.models.architecture import survey
-from compressx.models.blockwise import evaluation_mode
 from compressx.models.checkpoint import Checkpoint
 from compressx.models.streaming import open_streamed
 from compressx.prompts.scores import _queries, _Read, _read, check_global, global_blocks, read_scores
@@ -106,17 +105,6 @@ def test_the_nearest_block_is_named_where_there_are_several() -> None:
     for block in (-1, 12):
         with pytest.raises(UnsupportedModelError, match=f"has no block {block}; expected 0 to 11"):
             check_global(model, named, [block])
-
-
-def test_a_model_without_heads_of_attention_has_no_block_that_can_be_read() -> None:
-    from transformers import MambaConfig, MambaForCausalLM
-
-    model = MambaForCausalLM(MambaConfig(vocab_size=128, hidden_size=32, num_hidden_layers=2, state_size=4)).eval()
-    assert global_blocks(model) == ()
-    with pytest.raises(
-        UnsupportedModelError, match=r"or no num_attention_heads in its.*a selector that reads no attention"
-    ):
-        read(model, prompt(), 0)
 
 
 def test_of_the_last_block_only_queries_and_keys_are_computed_and_of_those_after_it_nothing() -> None:
@@ -224,19 +212,6 @@ def test_dropout_of_a_model_in_training_is_off_and_its_modes_are_kept() -> None:
     assert torch.equal(read(model, ids, 2, queries=2), expected)
     assert {name: module.training for name, module in model.named_modules()} == modes
     assert len({*modes.values()}) == 2
-
-
-def test_modes_are_restored_after_an_error() -> None:
-    model = tiny_model("llama").train()
-
-    def fail() -> None:
-        with evaluation_mode(model):
-            assert not any(module.training for module in model.modules())
-            raise UnsupportedModelError("none")
-
-    with pytest.raises(UnsupportedModelError, match="none"):
-        fail()
-    assert all(module.training for module in model.modules())
 
 
 @pytest.mark.slow

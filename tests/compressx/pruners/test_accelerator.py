@@ -60,11 +60,11 @@ def test_masks_and_weights_are_those_of_the_cpu_for_every_pattern(name, kind):
     subject = Subject(BUILT_IN[name], BUILT_IN[name].options(**SHORTER.get(name, {})), kind)
     tried = patterns(subject, ON[name].index(kind), len(ON[name]))
     scene = subject.scene()
-    stats, kept = subject.gathered(scene), {}
+    stats, kept = subject.statistics(scene), {}
     expected = {pattern: subject.decided(scene, pattern, stats, kept=kept) for pattern in tried}
     with pretended_accelerator():
         scene = subject.scene(device="cuda")
-        stats, kept = subject.gathered(scene), {}
+        stats, kept = subject.statistics(scene), {}
         for pattern, results in expected.items():
             for linear, result in subject.decided(scene, pattern, stats, kept=kept).items():
                 assert result.keep.device.type == "cuda", (pattern, linear)
@@ -97,10 +97,10 @@ def test_the_host_seldom_waits_for_a_block_and_copies_no_weights(name):
 def test_units_cost_few_waits_and_of_each_row_or_column_a_number_is_copied(name, waits, unit):
     subject = Subject(BUILT_IN[name], BUILT_IN[name].options(), "llama")
     claim = Whole(unit, 0.5)
-    asked = subject.asked(subject.scene(weights=False).block, claim)
+    asked = subject.by_linear(subject.scene(weights=False).block, claim)
     with pretended_accelerator() as device:
         scene = subject.scene(device="cuda")
-        stats = subject.gathered(scene)
+        stats = subject.statistics(scene)
         with device.counted() as counts:
             subject.decided(scene, claim, stats)
     assert counts.synchronisations <= waits * len(asked), counts.places()

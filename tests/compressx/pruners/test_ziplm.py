@@ -63,7 +63,7 @@ def greedy(x: Tensor, weight: Tensor, unit: Tensor, dropped: int, intercept: boo
 
 def columns_of(scene: Scene, subject: Subject, claim: Whole) -> list[tuple[str, Structured]]:
     """The linears that read units, with their patterns."""
-    asked = subject.asked(scene.block, claim)
+    asked = subject.by_linear(scene.block, claim)
     return [(n, p) for n, p in asked.items() if isinstance(p, Structured) and p.units.owners[n].dim == 1]
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from compressx import PrunerSpec
-from compressx.testing.checks import CHECKS, plans
+from compressx.testing.pruners import PRUNER_CHECKS, plans
 from compressx.testing.subject import Subject
-from compressx.testing.surroundings import kept
+from compressx.testing.untouched import isolated
 
 
 def broken_promise(spec: PrunerSpec, check: str, architecture: str) -> str:
     """Return the message that a check ends with."""
-    checks = {"plans without weights": plans, **CHECKS}
-    with pytest.raises(Exception, match=r".") as found, kept():
+    checks = {"plans without weights": plans, **PRUNER_CHECKS}
+    with pytest.raises(Exception, match=r".") as found, isolated():
         checks[check](Subject(spec, spec.options(), architecture))
     return str(found.value)

@@ -13,8 +13,8 @@ from torch import nn
 
 from compressx import FeatureNorms, Hessian, PruneResult, PrunerSpec, UnsupportedModelError, keep_mask, keep_masks
 from compressx.testing import ConformanceError, check_plugin, conformance
-from compressx.testing.checks import CHECKS
 from compressx.testing.conformance import Outcome, _outcome, by_cause
+from compressx.testing.pruners import PRUNER_CHECKS
 from compressx.testing.subject import Subject
 
 
@@ -460,7 +460,7 @@ class MisspellsAVariable(Base):
 def test_one_mistake_is_told_once_with_the_authors_own_lines_and_what_was_probably_meant(broken, line, meant):
     names = ("exact sparsity for every pattern", "few tokens", "rows that are all zero")
     found = [
-        _outcome(name, architecture, partial(CHECKS[name], Subject(spec(broken), Options(), architecture)))
+        _outcome(name, architecture, partial(PRUNER_CHECKS[name], Subject(spec(broken), Options(), architecture)))
         for architecture in ("llama", "gpt2")
         for name in names
     ]
@@ -481,7 +481,7 @@ def test_an_exception_of_check_has_the_authors_line_and_other_failures_are_told_
         raise KeyError("rope_theta")
 
     asked = Subject(spec(check=check), Options(), "llama")
-    found = [_outcome(name, "llama", partial(CHECKS[name], asked)) for name in ("few tokens", "deterministic")]
+    found = [_outcome(name, "llama", partial(PRUNER_CHECKS[name], asked)) for name in ("few tokens", "deterministic")]
     (group,) = by_cause(found)
     assert re.fullmatch(
         rf"KeyError: 'rope_theta'\n    {re.escape(__file__)}:\d+ in check: raise KeyErr.*", group[0].detail
@@ -508,12 +508,12 @@ def test_scores_with_the_wrong_sign_are_worse_than_random_ones_and_random_ones_a
     says = broken_promise(spec(scoring(flipped), **fields), CHANCE, architecture)
     assert re.search(r"predictions diverge \S+ times as far as with random masks: is the sign of its scores", says)
     for pruner in (Base, scoring(drawn)):
-        CHECKS[CHANCE](Subject(spec(pruner, **fields), Options(), architecture))
+        PRUNER_CHECKS[CHANCE](Subject(spec(pruner, **fields), Options(), architecture))
 
 
 @pytest.mark.parametrize("name", ["wanda", "magnitude", "sparsegpt", "attnprune"])
 def test_pruners_that_are_shipped_are_better_than_random_masks(name):
-    CHECKS[CHANCE](Subject(BUILT_IN[name], BUILT_IN[name].options(), "llama"))
+    PRUNER_CHECKS[CHANCE](Subject(BUILT_IN[name], BUILT_IN[name].options(), "llama"))
 
 
 def test_a_refusal_that_does_not_say_which_layer_is_found():

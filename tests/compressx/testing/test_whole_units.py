@@ -114,30 +114,6 @@ def writes_bias(results, block, patterns, stats):
     return results
 
 
-def uses_up(results, block, patterns, stats):
-    for statistic in stats.values():
-        statistic.squares.mul_(2)
-    return results
-
-
-class Draws(Base):
-    def scores(self, block, patterns, stats):
-        return {n: torch.rand(x.shape) for n, x in super().scores(block, patterns, stats).items()}
-
-
-class Means(FeatureNorms):
-    """Remembers the last batch only."""
-
-    def update(self, x: Tensor) -> None:
-        self.squares = torch.zeros(self.in_features, dtype=torch.float64)
-        super().update(x[-1:] * 1e3 ** torch.linspace(-1, 1, self.in_features).roll(int(x.abs().sum()) % 50))
-
-
-class Forgets(Base):
-    def observe(self, block, name):
-        return Means(block.linears[name].in_features)
-
-
 class Late(Base):
     """Refuses a block only when there are weights."""
 
@@ -155,9 +131,6 @@ class Late(Base):
         (changing(other_bias), "sparsity zero changes nothing", "the bias is changed though all weights are kept"),
         (changing(draws_bias), "deterministic", "gave another bias"),
         (changing(writes_bias), "leaves the model as it is", "bias"),
-        (changing(uses_up), "leaves statistics as they are", "prune changed squares of its statistic"),
-        (Draws, "deterministic", "gave another mask"),
-        (Forgets, "the same for every batch size", "not an average of batches"),
         (Late, "leaves every block of a model as it is", "no such block"),
     ],
     ids=lambda x: getattr(x, "__name__", None) if isinstance(x, type) else None,
