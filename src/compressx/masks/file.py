@@ -180,7 +180,11 @@ def _read(path: Path) -> tuple[dict[str, _StoredMask], dict[str, Tensor]]:
         )
     try:
         with os_errors_named("read", path), safe_open(regular(path), framework="pt") as file:
-            header = _read_header(path, file.metadata())
+            if (text := (file.metadata() or {}).get("compressx")) is None:
+                raise ArtifactError(
+                    f"{path} is a safetensors file, but not a masks file: its metadata has no key 'compressx'"
+                )
+            header = validated(path, text, _MasksHeader)
             packed = _read_bits(path, file, header)
     except SafetensorError as error:
         raise ArtifactError(f"{path} is not a safetensors file, or it is truncated: {str(error)[:300]!r}") from error
@@ -253,13 +257,6 @@ def _digest(stored: Mapping[str, _StoredMask], packed: Iterable[Mapping[str, Ten
         for name in bits:
             digest.update(bits[name].numpy().data)
     return digest.hexdigest()
-
-
-def _read_header(path: Path, metadata: Mapping[str, str] | None) -> _MasksHeader:
-    text = (metadata or {}).get("compressx")
-    if text is None:
-        raise ArtifactError(f"{path} is a safetensors file, but not a masks file: its metadata has no key 'compressx'")
-    return validated(path, text, _MasksHeader)
 
 
 def _read_bits(path: Path, file: Any, header: _MasksHeader) -> dict[str, Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import combinations
 from typing import Any
 
@@ -22,6 +22,7 @@ from compressx.masks.adapters import refuse_adapted
 from compressx.masks.inspect import fits_two_four
 from compressx.models.architecture import Architecture, refuse_prepared, survey
 from compressx.runtime.errors import ArtifactError, UnsupportedModelError, did_you_mean
+from compressx.runtime.machine import name_of
 from compressx.runtime.quiet import quiet_libraries
 
 _OLDEST = (8, 0)
@@ -72,15 +73,15 @@ def semi_structured(model: nn.Module, linears: Iterable[str] | None = None) -> C
     surveyed = survey(model)
     known = {**surveyed.linears, **surveyed.outside}
     chosen = [*known] if linears is None else list(dict.fromkeys(linears))
-    layouts = _Layouts()
-    reasons = {name: reason for name in chosen if (reason := _reason(surveyed, name, layouts))}
+    layout_of = cache(_first_that_works)  # each dtype is tried once
+    reasons = {name: reason for name in chosen if (reason := _reason(surveyed, name, layout_of))}
     names = tuple(name for name in chosen if name not in reasons)
     if reasons and (linears is not None or not names):
         raise UnsupportedModelError(_refusal(type(model).__name__, reasons, names))
     for name in names:
         module = known[name].module
         weight = module.get_parameter("weight").detach()
-        layout = layouts.of(weight)
+        layout = layout_of(weight.dtype, weight.device)
         module.weight = nn.Parameter(layout.from_dense(weight.contiguous()), requires_grad=False)
         module.forward = partial(_multiplied_by_rows, module.forward)
         module.register_state_dict_pre_hook(_refuse_saving)  # type: ignore[no-untyped-call]
@@ -111,20 +112,6 @@ def is_two_four(model: nn.Module) -> bool:
     return any(fits_two_four(linear.weight == 0) for linear in survey(model).linears.values())
 
 
-class _Layouts:
-    """Which class of torch stores and multiplies weights of a dtype on a device; each is tried once."""
-
-    def __init__(self) -> None:
-        self._chosen: dict[tuple[torch.dtype, torch.device], Any] = {}
-
-    def of(self, weight: Tensor) -> Any:
-        """Return the class for a weight; where there is none, why, as a text."""
-        key = (weight.dtype, weight.device)
-        if key not in self._chosen:
-            self._chosen[key] = _first_that_works(*key)
-        return self._chosen[key]
-
-
 def _classes() -> list[Any]:
     """Return the classes of torch for 2:4 weights, the usually faster one first."""
     forced = SparseSemiStructuredTensor._FORCE_CUTLASS  # torch's own switch, which its users know
@@ -139,7 +126,7 @@ def _first_that_works(dtype: torch.dtype, device: torch.device) -> Any:
         if not (error := _trial(layout, dtype, device)):
             return layout
         failed.append(f"{layout.BACKEND}: {error}")
-    return f"torch {torch.__version__} multiplies no 2:4 weights of {_name(dtype)} on {device} ({'; '.join(failed)})"
+    return f"torch {torch.__version__} multiplies no 2:4 weights of {name_of(dtype)} on {device} ({'; '.join(failed)})"
 
 
 def _trial(layout: Any, dtype: torch.dtype, device: torch.device) -> str:
@@ -168,7 +155,7 @@ def _counted(rows: int, columns: int, period: int, device: torch.device) -> Tens
     return torch.arange(rows * columns, dtype=torch.float32, device=device).remainder_(period).add_(1).view(rows, -1)
 
 
-def _reason(surveyed: Architecture, name: str, layouts: _Layouts) -> str:
+def _reason(surveyed: Architecture, name: str, layout_of: Callable[[torch.dtype, torch.device], Any]) -> str:
     """Return why a linear cannot be converted; empty if it can.
 
     Raises:
@@ -189,8 +176,8 @@ def _reason(surveyed: Architecture, name: str, layouts: _Layouts) -> str:
     if weight.device.type != "cuda":
         return f"on {weight.device}; move the whole model to the GPU"
     if weight.dtype not in _DTYPES:
-        return f"{_name(weight.dtype)}; 2:4 products are of float16 and bfloat16, so load the model in one of these"
-    return _unlike_two_four(linear) or _unfit(weight, layouts.of(weight))
+        return f"{name_of(weight.dtype)}; 2:4 products are of float16 and bfloat16, so load the model in one of these"
+    return _unlike_two_four(linear) or _unfit(weight, layout_of(weight.dtype, weight.device))
 
 
 def _unlike_two_four(linear: Linear) -> str:
@@ -213,7 +200,7 @@ def _unfit(weight: Tensor, layout: Any) -> str:
     if rows % least.sparse_min_rows or columns % least.sparse_min_cols:
         return (
             f"[{rows}, {columns}] are no multiples of [{least.sparse_min_rows}, {least.sparse_min_cols}] "
-            f"[out_features, in_features], which {layout.BACKEND} asks for in {_name(weight.dtype)}"
+            f"[out_features, in_features], which {layout.BACKEND} asks for in {name_of(weight.dtype)}"
         )
     return ""
 
@@ -243,7 +230,3 @@ def _refuse_saving(_module: nn.Module, prefix: str, _keep_vars: bool) -> None:
         f"{prefix.rstrip('.')}: its weight is in a GPU's 2:4 layout and cannot be saved; save the model before "
         "compressx.masks.semi_structured, or load it again"
     )
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

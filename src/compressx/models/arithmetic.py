@@ -10,7 +10,7 @@ a product with a thousand tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -39,7 +39,7 @@ _PRODUCTS = {
 }
 
 
-def choose(asked: ComputeDtype, weights: torch.dtype, device: torch.device, *, training: bool) -> Arithmetic:
+def choose(wanted: ComputeDtype, weights: torch.dtype, device: torch.device, *, training: bool) -> Arithmetic:
     """Return the arithmetic of a run.
 
     `auto` keeps the weights' dtype unless the device multiplies another one `WORTHWHILE` times as fast. For weights of
@@ -47,34 +47,22 @@ def choose(asked: ComputeDtype, weights: torch.dtype, device: torch.device, *, t
     time, and training makes up for it. Without training the same masks are found on every machine.
 
     Args:
-        asked: the recipe's `compute_dtype`.
+        wanted: the recipe's `compute_dtype`.
         weights: dtype of the model's weights.
         device: of the model; measured if there is a choice.
         training: whether the run trains weights, for which float16 is too narrow: small gradients vanish.
     """
-    if asked != "auto":
-        return Arithmetic(asked, "as the recipe says")
-    own, *others = candidates(weights, training=training)
-    if not others:
+    if wanted != "auto":
+        return Arithmetic(wanted, "as the recipe says")
+    own = torch.float32 if training and weights == torch.float16 else weights
+    others = [x for x in (torch.float32, *([torch.bfloat16] if training else [])) if x != own]
+    if weights == torch.float64 or not others:
         return Arithmetic(name_of(own), "as the weights")
     measured = rates(device)
-    taken = worthwhile((own, *others), measured.of)
-    reason = "the fastest here" if taken in others else f"because no other is {WORTHWHILE} times as fast here"
-    return Arithmetic(name_of(taken), reason, measured.products)
-
-
-def candidates(weights: torch.dtype, *, training: bool) -> tuple[torch.dtype, ...]:
-    """Return the dtypes among which `auto` chooses: first the one that it keeps, then those that have to be faster."""
-    if weights == torch.float64:
-        return (weights,)
-    own = torch.float32 if training and weights == torch.float16 else weights
-    return tuple(dict.fromkeys((own, torch.float32, *([torch.bfloat16] if training else []))))
-
-
-def worthwhile(among: Sequence[torch.dtype], rate_of: Callable[[torch.dtype], float]) -> torch.dtype:
-    """Return the fastest of some dtypes if it is `WORTHWHILE` times as fast as the first, or else the first."""
-    fastest = max(among, key=rate_of)
-    return fastest if rate_of(fastest) >= WORTHWHILE * rate_of(among[0]) else among[0]
+    fastest = max(others, key=measured.of)
+    if measured.of(fastest) < WORTHWHILE * measured.of(own) or not measured.of(fastest):
+        return Arithmetic(name_of(own), f"because no other is {WORTHWHILE} times as fast here", measured.products)
+    return Arithmetic(name_of(fastest), "the fastest here", measured.products)
 
 
 def products_in(

@@ -12,7 +12,7 @@ import copy
 import os
 from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -185,11 +185,9 @@ def run_around(model: Any, blocks: Mapping[str, nn.Module], ids: Tensor, state: 
         return model(ids, use_cache=False)
 
 
-@contextlib.contextmanager
-def skipped(blocks: Mapping[str, nn.Module]) -> Iterator[None]:
+def skipped(blocks: Mapping[str, nn.Module]) -> AbstractContextManager[None]:
     """Pass hidden states by blocks that add nothing to them, within a `with`, also in training."""
-    with replaced_forwards(blocks, lambda _fqn, hidden, _call: hidden):
-        yield
+    return replaced_forwards(blocks, lambda _fqn, hidden, _call: hidden)
 
 
 @contextlib.contextmanager

@@ -49,7 +49,8 @@ def check_output(target: Path, *, replace: bool = False) -> None:
     with os_errors_named("look into", folder):
         if folder.exists() and not folder.is_dir():
             raise ArtifactError(f"output {folder} is a file; choose a folder")
-        if folder.is_dir() and any(folder.iterdir()) and not _is_output(folder):
+        earlier = (folder / "report.json").is_file() and (folder / "recipe.yaml").is_file()
+        if folder.is_dir() and any(folder.iterdir()) and not earlier:
             raise ArtifactError(
                 f"output {folder} exists and is not an earlier output of compressx (it has no report.json and "
                 "recipe.yaml); choose a new folder, or empty this one"
@@ -209,10 +210,6 @@ def _resolved(target: Path) -> Path:
     if not folder.name:
         raise ArtifactError(f"output {folder} is the root of the file system; choose a folder in it")
     return folder
-
-
-def _is_output(folder: Path) -> bool:
-    return (folder / "report.json").is_file() and (folder / "recipe.yaml").is_file()
 
 
 def _sibling(folder: Path, role: Literal["partial", "earlier"], token: str) -> Path:

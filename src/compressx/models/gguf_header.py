@@ -6,7 +6,6 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -14,49 +13,8 @@ from unittest.mock import patch
 
 from compressx.runtime.errors import ArtifactError, one_line
 
-_FLOATS = ("F64", "F32", "F16")
 _MOST_READS = 8_000_000
 """Of strings and numbers in a header; the largest vocabularies take two millions."""
-
-
-@dataclass(frozen=True)
-class StoredTensor:
-    """A tensor in a file.
-
-    Attributes:
-        numbers: in it.
-        size: bytes that they take.
-        kind: name of their type, such as `F32` or `Q4_K`.
-    """
-
-    numbers: int
-    size: int
-    kind: str
-
-    @property
-    def quantized(self) -> bool:
-        """Whether they are not stored as floats."""
-        return self.kind not in _FLOATS
-
-
-@dataclass(frozen=True)
-class GGUFHeader:
-    """What reading a file has to go through.
-
-    Attributes:
-        size: bytes of the file.
-        entries: numbers and strings in its metadata, most of them the vocabulary's.
-        tensors: in the order of the file.
-    """
-
-    size: int
-    entries: int
-    tensors: tuple[StoredTensor, ...]
-
-    @property
-    def quantized(self) -> int:
-        """Numbers that are not stored as floats."""
-        return sum(x.numbers for x in self.tensors if x.quantized)
 
 
 @contextmanager
@@ -84,11 +42,9 @@ def close(path: Path) -> None:
     _parsed.cache_clear()
 
 
-def contents_of(path: Path) -> GGUFHeader:
-    """Count what is in a file."""
-    parsed = _reader(path)
-    tensors = tuple(StoredTensor(int(x.n_elements), int(x.n_bytes), x.tensor_type.name) for x in parsed.tensors)
-    return GGUFHeader(path.stat().st_size, sum(len(field.data) for field in parsed.fields.values()), tensors)
+def stored_numbers(path: Path) -> int:
+    """Count the numbers in a file's tensors."""
+    return sum(int(x.n_elements) for x in _reader(path).tensors)
 
 
 def values_of(path: Path) -> Mapping[str, Any]:

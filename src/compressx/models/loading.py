@@ -126,7 +126,7 @@ def load_model(checkpoint: Checkpoint) -> Any:
             given = {"config": (skeleton := load_skeleton(checkpoint)).config}
             skeleton.tie_weights(recompute_mapping=False)
             claimed = sum(p.numel() for p in skeleton.parameters())
-            if claimed > (held := sum(x.numbers for x in gguf_header.contents_of(checkpoint.file).tensors)):
+            if claimed > (held := gguf_header.stored_numbers(checkpoint.file)):
                 raise ArtifactError(  # transformers would allocate them
                     f"{checkpoint.file} is of {claimed} numbers by its metadata, but has {held}; download it again"
                 )
@@ -321,19 +321,12 @@ def _refuse_encoder(checkpoint: Checkpoint, config: Any) -> None:
 
 
 def _without_gguf(model: Any) -> Any:
-    """Rebuild a model from GGUF without its quantization_config, which would prevent saving it."""
+    """Rebuild a model from GGUF without the keys of its config that describe the file and would prevent saving it."""
+    described = {"quantization_config", "_name_or_path", "_model_name_or_path"}
+    config = type(model.config).from_dict({k: x for k, x in model.config.to_dict().items() if k not in described})
     # Not `.to(dtype)`, which would round the rotary tables: they are float32 whatever the weights are.
-    clean = build_empty(_clean_config(model.config), model.dtype)
+    clean = build_empty(config, model.dtype)
     clean.load_state_dict(model.state_dict(), assign=True)
     clean.tie_weights()
     clean.generation_config = model.generation_config
     return clean
-
-
-def _clean_config(config: Any) -> Any:
-    """Copy a config without the keys that describe its source file."""
-    values = config.to_dict()
-    values.pop("quantization_config", None)
-    values.pop("_name_or_path", None)
-    values.pop("_model_name_or_path", None)
-    return type(config).from_dict(values)

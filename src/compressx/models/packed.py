@@ -146,7 +146,10 @@ def _rotated(elements: Elements, bits: int) -> Elements:
 def _deflated(stream: NDArray[np.uint8]) -> bytes:
     """Compress bytes, or return them as they are if that would not make them fewer."""
     plain = stream.tobytes()
-    entropy = _entropy(stream[:: 1 + stream.size // _SAMPLE])
+    sample = stream[:: 1 + stream.size // _SAMPLE]
+    counts = np.bincount(sample, minlength=256)
+    shares = counts[counts > 0] / max(1, sample.size)
+    entropy = float(-(shares * np.log2(shares)).sum())  # bits a byte; 0 of none
     if entropy > _WORTH:
         return plain
     # Where bytes repeat, a Huffman code's least length of one bit would be too much.
@@ -154,13 +157,6 @@ def _deflated(stream: NDArray[np.uint8]) -> bytes:
     packer = zlib.compressobj(1, zlib.DEFLATED, -zlib.MAX_WBITS, zlib.DEF_MEM_LEVEL + 1, strategy)
     packed = packer.compress(plain) + packer.flush()
     return packed if len(packed) < len(plain) else plain
-
-
-def _entropy(sample: NDArray[np.uint8]) -> float:
-    """Return the entropy of bytes, in bits a byte; 0 of none."""
-    counts = np.bincount(sample, minlength=256)
-    shares = counts[counts > 0] / max(1, sample.size)
-    return float(-(shares * np.log2(shares)).sum())
 
 
 def _inflated(stream: bytes, length: int) -> bytes:

@@ -107,10 +107,11 @@ def find_shards(folder: Path, model: Any, blocks: Iterable[str]) -> Shards:
     Raises:
         ArtifactError: files that are missing or cannot be read.
     """
-    from transformers.core_model_loading import rename_source_key
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-    files = files_of(folder)
-    renamings, converters = _conversions(model)
+    files, mapping = files_of(folder), get_model_conversion_mapping(model)
+    renamings, converters = ([x for x in mapping if isinstance(x, kind)] for kind in (WeightRenaming, WeightConverter))
     known = {**model.state_dict(), **dict(model.named_buffers())}
     members: dict[str, list[str]] = {OUTSIDE: [], **{fqn: [] for fqn in blocks}}
     unread = []
@@ -384,13 +385,3 @@ def files_in(index: Path) -> dict[str, str]:
                 f"{_shard_name(1, 2)}; take the model from a place that you trust"
             )
     return files
-
-
-def _conversions(model: Any) -> tuple[list[Any], list[Any]]:
-    """Return transformers' renamings of a checkpoint's tensors, and its conversions of several tensors."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming
-
-    mapping = get_model_conversion_mapping(model)
-    renamings, converters = ([x for x in mapping if isinstance(x, kind)] for kind in (WeightRenaming, WeightConverter))
-    return renamings, converters

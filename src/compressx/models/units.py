@@ -59,7 +59,8 @@ def _neurons(block: Block) -> list[Units]:
                 f"{odd.name} has {odd.out_features} outputs and {name} {count} inputs, so compressx cannot tell which "
                 "of them form a neuron"
             )
-        owners = {x.name: Owners(0, _in_halves(count, x.out_features)) for x in ups}
+        # A fused gate and up projection holds all gates, then all ups.
+        owners = {x.name: Owners(0, torch.arange(count).repeat(x.out_features // count)) for x in ups}
         found.append(Units("neurons", _home(down), count, {**owners, name: Owners(1, torch.arange(count))}))
     if not found:
         raise UnsupportedModelError(
@@ -81,11 +82,6 @@ def _refuse_biases(linear: Linear) -> None:
 def _home(linear: Linear) -> str:
     """Return the name of the module that holds a linear; of a fused expert followed by its number."""
     return parent(linear.name) if linear.expert is None else f"{parent(parent(linear.name))}.{linear.expert}"
-
-
-def _in_halves(count: int, rows: int) -> torch.Tensor:
-    """Return the neuron of each row: a fused gate and up projection holds all gates, then all ups."""
-    return torch.arange(count).repeat(rows // count)
 
 
 def _kv_groups(block: Block) -> list[Units]:

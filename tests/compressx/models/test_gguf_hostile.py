@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from tests.compressx.gguf_files import BLOCKS, write_gguf
 
 from compressx.models.checkpoint import Checkpoint, find_checkpoint, license_of
-from compressx.models.gguf_header import contents_of, values_of
+from compressx.models.gguf_header import stored_numbers, values_of
 from compressx.models.loading import load_model, load_skeleton, load_tokenizer
 from compressx.recipe.sources import ModelSource
 from compressx.runtime.errors import ArtifactError, CompressxError
@@ -49,7 +49,7 @@ def read_all(path: Path) -> set[str]:
     checkpoint = Checkpoint(str(path.parent), path.name)
     ways = {"skeleton": load_skeleton, "tokenizer": load_tokenizer, "model": load_model, "license": license_of}
     found = {name for name, way in ways.items() if refused(way, checkpoint)}
-    return found | {way.__name__ for way in (contents_of, values_of) if refused(way, path)}
+    return found | {way.__name__ for way in (stored_numbers, values_of) if refused(way, path)}
 
 
 def llama_3(factor: float, count: int, base: float = 10000.0) -> list[float]:
@@ -258,7 +258,7 @@ def test_a_count_that_the_file_cannot_hold_is_refused_at_once(data, tmp_path):
     path.write_bytes(data)
     before = time.process_time()
     with pytest.raises(ArtifactError, match=r"tiny\.gguf") as error:
-        contents_of(at_a_new_time(path))
+        stored_numbers(at_a_new_time(path))
     assert str(error.value).isprintable()
     assert time.process_time() - before < 2
 
@@ -275,7 +275,7 @@ def test_a_damaged_header_is_read_or_refused_in_one_line(changes, tmp_path):
     path = tmp_path / "tiny.gguf"
     path.write_bytes(damaged(changes))
     at_a_new_time(path)
-    assert refused(contents_of, path) == refused(values_of, path)
+    assert refused(stored_numbers, path) == refused(values_of, path)
 
 
 @pytest.mark.slow
@@ -285,7 +285,7 @@ def test_a_damaged_file_is_loaded_or_refused_in_one_line_in_every_way_of_reading
     path = tmp_path / "tiny.gguf"
     path.write_bytes(damaged(changes))
     refusing = read_all(at_a_new_time(path))
-    assert "contents_of" not in refusing or {"skeleton", "tokenizer", "model", "values_of"} <= refusing
+    assert "stored_numbers" not in refusing or {"skeleton", "tokenizer", "model", "values_of"} <= refusing
 
 
 SCALARS = st.one_of(
