@@ -1,27 +1,39 @@
-"""Blocks from disk and back: the weights that transformers itself would load, one block at a time."""
+"""Weights in memory, or from disk one block at a time: those that transformers loads, read ahead and written behind."""
 
 from __future__ import annotations
 
 import json
+import os
+import tempfile
+import threading
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from threading import Event, Timer
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.accelerator import pretended_accelerator
 from tests.compressx.architectures import KINDS
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
-from compressx.models import streaming
-from compressx.models.architecture import find_blocks
+from compressx.models import shards, streaming
+from compressx.models.access import Access, InMemory, WriteBehind, block_file, device_for, weights_fingerprint
+from compressx.models.architecture import find_blocks, survey
+from compressx.models.blockwise import InFiles, each_block
 from compressx.models.checkpoint import Checkpoint, find_checkpoint
 from compressx.models.loading import load_model
-from compressx.models.shards import OUTSIDE, checkpoint_tensors, find_shards
-from compressx.models.streaming import open_streamed
+from compressx.models.shards import OUTSIDE, checkpoint_tensors, each, find_shards
+from compressx.models.streaming import StreamedModel, open_streamed
 from compressx.recipe.sources import ModelSource
-from compressx.runtime.errors import ArtifactError, UnsupportedModelError
-from compressx.testing import TINY_CONFIGS, tiny_model
+from compressx.runtime.errors import ArtifactError, CompressxError, UnsupportedModelError
+from compressx.testing import TINY_CONFIGS, tiny_model, tiny_tokens
 
 
 def saved(folder: Path, architecture: str, dtype: torch.dtype = torch.float32, shard: str = "200KB") -> Path:
@@ -220,3 +232,340 @@ def test_a_tensor_of_another_shape_is_refused(tmp_path: Path):
     streamed = open_streamed(Checkpoint(str(tmp_path)))
     with pytest.raises(ArtifactError, match="do not fit LlamaForCausalLM"):
         streamed.materialise("model.layers.0").__enter__()
+
+
+def test_the_fingerprint_changes_with_any_weight_and_with_the_dtype():
+    model = tiny_model("llama")
+    prints = {
+        weights_fingerprint(InMemory(model)),
+        weights_fingerprint(InMemory(tiny_model("llama", dtype=torch.bfloat16))),
+    }
+    assert weights_fingerprint(InMemory(tiny_model("llama"))) in prints
+    with torch.no_grad():
+        model.model.layers[2].mlp.down_proj.weight[5, 7] += 1e-3
+    prints.add(weights_fingerprint(InMemory(model)))
+    assert len(prints) == 3
+
+
+@pytest.mark.parametrize("architecture", ["llama-tied", "gemma3", "gpt2"])
+def test_a_streamed_model_gives_the_fingerprint_and_the_logits_of_the_loaded_one(architecture: str, tmp_path: Path):
+    tiny_model(architecture).save_pretrained(tmp_path)
+    checkpoint = Checkpoint(str(tmp_path))
+    streamed, loaded = open_streamed(checkpoint), InMemory(load_model(checkpoint))
+    assert weights_fingerprint(streamed) == weights_fingerprint(loaded)
+    batches = tiny_tokens(sequences=5).split(2)
+    with torch.no_grad():
+        expected = list(loaded.logits(batches))
+        for got, want in zip(streamed.logits(batches), expected, strict=True):
+            assert torch.equal(got, want)
+        with streamed.whole() as model:
+            assert torch.equal(model(batches[0], use_cache=False).logits, expected[0])
+
+
+def test_hidden_states_of_an_evaluation_that_memory_cannot_hold_lie_in_files_until_it_is_over(tmp_path, monkeypatch):
+    tiny_model("llama").save_pretrained(tmp_path / "model")
+    (tmp_path / "scratch").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "scratch"))
+    streamed = open_streamed(Checkpoint(str(tmp_path / "model")))
+    batches = tiny_tokens(sequences=5).split(2)
+    expected = list(streamed.logits(batches))
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: types.SimpleNamespace(available=1000))
+    found = streamed.logits(batches)
+    first = next(found)
+    assert len(list((tmp_path / "scratch").rglob("*.states"))) == 3
+    for got, want in zip([first, *found], expected, strict=True):
+        assert torch.equal(got, want)
+    assert not list((tmp_path / "scratch").iterdir())
+
+
+def test_room_for_hidden_states_is_taken_up_before_they_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(ArtifactError, match=r"0\.states: No space left"):
+        InFiles(tmp_path)(torch.ones(3))
+
+
+def gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+
+
+def test_cuda_where_there_is_none_is_refused_and_auto_takes_the_cpu(monkeypatch: pytest.MonkeyPatch):
+    gpus(monkeypatch, 0)
+    assert device_for("auto") == torch.device("cpu")
+    with pytest.raises(CompressxError, match=r"^device cuda: torch \S+ finds no CUDA GPU; use --device cpu"):
+        device_for("cuda")
+
+
+def test_every_process_has_a_gpu_of_its_own_or_is_refused(monkeypatch: pytest.MonkeyPatch):
+    gpus(monkeypatch, 2)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert device_for("auto") == device_for("cuda") == torch.device("cuda", 1)
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(CompressxError, match="process 2 of this machine needs its own GPU, but torch finds 2; "):
+        device_for("auto")
+    assert device_for("cpu") == torch.device("cpu")
+
+
+def test_one_gpu_can_be_chosen_by_a_single_process_if_it_is_there(monkeypatch: pytest.MonkeyPatch):
+    gpus(monkeypatch, 2)
+    assert device_for("cuda:1") == torch.device("cuda", 1)
+    with pytest.raises(CompressxError, match="device cuda:2: torch finds 2, cuda:0 to cuda:1; choose one of them"):
+        device_for("cuda:2")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(CompressxError, match="device cuda:1: every process needs its own GPU; use --device cuda"):
+        device_for("cuda:1")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "told"),
+    [
+        ("mps", "sums in float64, which Apple GPUs do not have; use --device cpu"),
+        ("gpu", "unknown; expected auto, cpu, cuda or cuda:N"),
+        ("meta", "compressx runs on cpu and cuda only"),
+    ],
+)
+def test_a_device_that_cannot_work_is_refused_with_what_can(wanted: str, told: str):
+    with pytest.raises(CompressxError, match=f"^device {wanted}: .*{told}"):
+        device_for(wanted)
+
+
+@pytest.fixture
+def streamed(tmp_path: Path) -> StreamedModel:
+    return open_streamed(Checkpoint(str(saved(tmp_path / "model", "llama"))))
+
+
+def visited(model: StreamedModel, names: list[str] | None = None) -> list[str]:
+    found = survey(model.model)
+    return [block.fqn for block, _ in each_block(model, found, {fqn: [] for fqn in model.blocks}, names)]
+
+
+def test_the_ranges_of_a_block_are_the_bytes_of_its_tensors_and_no_others(streamed: StreamedModel):
+    for fqn in streamed.blocks:
+        shards = streamed.source[fqn]
+        tensors = {n: t for file in set(shards.files.values()) for n, t in each(shards.folder / file)}
+        expected = sorted(tensors[n].numpy().tobytes() for n in shards.members[fqn])
+        read = [path.read_bytes()[start:end] for path, start, end in streaming.ranges(shards, fqn)]
+        assert sorted(read) == expected
+
+
+def test_all_bytes_are_read_whatever_the_size_of_a_read(streamed, monkeypatch):
+    counts: list[int] = []
+    opened = Path.open
+
+    @contextmanager
+    def counted(file: Any) -> Iterator[Any]:
+        with file:
+            readinto = lambda part: counts.append(file.readinto(part)) or counts[-1]  # noqa: E731 - one call
+            yield SimpleNamespace(seek=file.seek, readinto=readinto)
+
+    def recording(path: Path, *arguments: Any, **options: Any) -> Any:
+        file = opened(path, *arguments, **options)
+        return counted(file) if options.get("buffering") == 0 else file
+
+    monkeypatch.setattr(streaming, "_CHUNK", 1000)
+    monkeypatch.setattr(Path, "open", recording)
+    fqn = next(iter(streamed.blocks))
+    streaming._read(streamed.source[fqn], fqn)
+    assert sum(counts) == 4 * sum(t.numel() for t in streamed.model.get_submodule(fqn).parameters())
+    assert max(counts) == 1000
+
+
+def test_a_block_that_is_most_of_the_free_memory_is_not_read_ahead(streamed, monkeypatch):
+    begun: list[str] = []
+    monkeypatch.setattr(streaming, "_read", lambda _, fqn: begun.append(fqn))
+    size = 4 * sum(p.numel() for p in next(iter(streamed.blocks.values())).parameters())
+    monkeypatch.setattr(streaming, "free_memory", lambda *_: 2 * size - 2)
+    visited(streamed)
+    assert not begun
+    monkeypatch.setattr(streaming, "free_memory", lambda *_: 2 * size)
+    visited(streamed)
+    assert len(begun) == 2
+
+
+def test_a_file_that_is_damaged_is_named_when_its_block_is_loaded_and_not_before(streamed):
+    second = list(streamed.blocks)[1]
+    shards = streamed.source[second]
+    for name in {shards.files[name] for name in shards.members[second]} - {
+        shards.files[name] for name in shards.members[next(iter(streamed.blocks))]
+    }:
+        (shards.folder / name).write_bytes(b"no weights")
+    seen: list[str] = []
+    found = survey(streamed.model)
+    blocks = each_block(streamed, found, {fqn: [] for fqn in streamed.blocks})
+    with pytest.raises(ArtifactError, match="is not a safetensors file"):
+        seen.extend(block.fqn for block, _ in blocks)
+    assert seen == [next(iter(streamed.blocks))], "the first block was loaded"
+
+
+FIRST, SECOND, THIRD = (f"model.layers.{i}" for i in range(3))
+
+
+class Gate:
+    """Holds back every writing of weights until it is opened."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.begun: list[str] = []
+        self.reached, self.opened = Event(), Event()
+        self.write = shards.write
+        patch.setattr(shards, "write", self.wait)
+
+    def wait(self, path: Path, tensors: Any) -> None:
+        self.begun.append(path.name)
+        self.reached.set()
+        assert self.opened.wait(30), "nobody has opened the gate"
+        self.write(path, tensors)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    gate = Gate(monkeypatch)
+    yield gate
+    gate.opened.set()
+    for thread in writers():
+        thread.join()
+
+
+def writers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("write ")]
+
+
+def doubled(access: Access, fqn: str, folder: Path) -> dict[str, Tensor]:
+    """Double a block's weights and write them; return what was written."""
+    with access.materialise(fqn) as block:
+        with torch.no_grad():
+            for parameter in block.parameters():
+                parameter.mul_(2)
+        access.write(fqn, folder)
+        return {name: tensor.clone() for name, tensor in block.state_dict(prefix=f"{fqn}.").items()}
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("memory", [False, True], ids=["streamed", "in memory"])
+def test_a_block_is_written_while_the_next_one_is_loaded(memory, streamed, gate, tmp_path):
+    access: Access = InMemory(tiny_model("llama")) if memory else streamed
+    wanted = doubled(access, FIRST, tmp_path)
+    with access.materialise(SECOND) as block:
+        assert not any(p.is_meta for p in block.parameters())
+        assert not block_file(tmp_path, FIRST).exists()
+    gate.opened.set()
+    access.written()
+    assert same(load_file(block_file(tmp_path, FIRST)), wanted)
+    assert not writers()
+
+
+@pytest.mark.parametrize("how", ["materialise", "read", "save"])
+def test_whoever_needs_a_block_that_is_being_written_waits_for_it(how, streamed, gate, tmp_path):
+    wanted = doubled(streamed, FIRST, tmp_path)
+    Timer(0.2, gate.opened.set).start()
+    if how == "read":
+        streamed.read(FIRST, tmp_path)
+    elif how == "save":
+        streamed.save(None, tmp_path, tmp_path / "saved")
+        file = next((tmp_path / "saved").glob("model-00001-*.safetensors"))
+        assert same(load_file(file), wanted)
+        return
+    with streamed.materialise(FIRST) as block:
+        assert same(block.state_dict(prefix=f"{FIRST}."), wanted)
+
+
+def test_the_blocks_that_no_pruner_changed_are_saved_as_they_were(streamed, tmp_path):
+    before = {}
+    for fqn in (SECOND, THIRD):
+        with streamed.materialise(fqn) as block:
+            before |= {name: tensor.clone() for name, tensor in block.state_dict(prefix=f"{fqn}.").items()}
+    before |= doubled(streamed, FIRST, tmp_path / "blocks")
+    streamed.save(None, tmp_path / "blocks", tmp_path / "saved")
+    found = open_streamed(Checkpoint(str(tmp_path / "saved")))
+    for fqn in found.blocks:
+        with found.materialise(fqn) as block:
+            tensors = block.state_dict(prefix=f"{fqn}.")
+            assert same(tensors, {name: before[name] for name in tensors})
+    assert not writers()
+
+
+@pytest.fixture
+def full(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the disk be full, but only when the file has been begun."""
+
+    def failing(_: Any, path: Path, **__: Any) -> None:
+        path.write_bytes(b"begun")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("safetensors.torch.save_file", failing)
+
+
+@pytest.mark.usefixtures("full")
+@pytest.mark.parametrize("how", ["next block", "written", "write", "read"])
+def test_a_full_disk_is_told_with_the_blocks_name_when_the_next_one_is_begun(how, streamed, tmp_path):
+    doubled(streamed, FIRST, tmp_path / "blocks")
+    for thread in writers():
+        thread.join()
+    told = rf"cannot write .*{FIRST}\.safetensors: No space left on device"
+    asking: dict[str, Callable[[], Any]] = {
+        "next block": lambda: streamed.materialise(SECOND).__enter__(),
+        "written": streamed.written,
+        "write": lambda: streamed.write(SECOND, tmp_path / "blocks"),
+        "read": lambda: streamed.read(THIRD, tmp_path / "blocks"),
+    }
+    for _ in range(2):  # the file is missing whenever it is asked for
+        with pytest.raises(ArtifactError, match=told):
+            asking[how]()
+    assert not [*(tmp_path / "blocks").iterdir()]
+    assert streamed.source[FIRST].folder == tmp_path / "model", "what could not be written is not read"
+
+
+def test_an_error_elsewhere_waits_for_the_writing_and_is_the_one_that_is_told(gate, tmp_path):
+    behind, path = WriteBehind(), tmp_path / "block.safetensors"
+
+    def interrupted() -> None:
+        with behind.ended():
+            behind.begin("block", path, lambda: {"weight": torch.ones(3)})
+            Timer(0.2, gate.opened.set).start()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert not writers()
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+
+
+def test_weights_on_an_accelerator_are_copied_before_they_can_change(gate, tmp_path):
+    with pretended_accelerator():
+        access = InMemory(tiny_model("llama").to("cuda"))
+        wanted = {name: tensor.cpu() for name, tensor in doubled(access, FIRST, tmp_path).items()}
+        with torch.no_grad():
+            for parameter in access.model.parameters():
+                parameter.zero_()
+        gate.opened.set()
+        access.written()
+    assert same(load_file(block_file(tmp_path, FIRST)), wanted)
+
+
+def test_what_is_outside_the_blocks_is_written_behind_and_read_back(gate, tmp_path):
+    access = InMemory(tiny_model("llama-tied"))
+    before = access.model.lm_head.weight.clone()
+    access.write(OUTSIDE, tmp_path)
+    Timer(0.2, gate.opened.set).start()
+    access.read(OUTSIDE, tmp_path)
+    assert torch.equal(access.model.lm_head.weight, before)
+    assert access.model.lm_head.weight is access.model.get_input_embeddings().weight
+
+
+def test_a_block_on_a_gpu_is_copied_without_waiting_for_each_of_its_tensors(tmp_path: Path) -> None:
+    behind = WriteBehind()
+    with pretended_accelerator() as device:
+        tensors = {str(i): torch.full((3,), float(i), device="cuda") for i in range(4)}
+        with device.counted() as counts:
+            behind.begin("", tmp_path / "x.safetensors", lambda: tensors)
+        assert not counts.pageable
+    behind.end()
+    assert {name: x.tolist() for name, x in load_file(tmp_path / "x.safetensors").items()} == {
+        str(i): [float(i)] * 3 for i in range(4)
+    }

@@ -1,12 +1,21 @@
+"""Files: written whole, and locked by one process at a time."""
+
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
+import signal
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from compressx.runtime import files
 from compressx.runtime.errors import ArtifactError
-from compressx.runtime.files import atomic_write, sync_tree
+from compressx.runtime.files import atomic_write, locked, sync_tree
 
 
 def test_a_file_is_written_replaced_and_its_folders_made(tmp_path: Path) -> None:
@@ -62,3 +71,126 @@ def test_every_file_and_folder_of_a_tree_is_synced(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(os, "fsync", lambda fd: synced.add(os.fstat(fd).st_ino))
     sync_tree(tmp_path)
     assert synced == {p.stat().st_ino for p in (tmp_path, *tmp_path.rglob("*"))}
+
+
+def test_the_second_is_told_who_holds_the_lock_and_the_file_goes_with_the_lock(tmp_path: Path) -> None:
+    lock = tmp_path / ".out.lock"
+    with locked(lock, "a run"):
+        message = (
+            rf"^a run is active, by process {os.getpid()} on \S+, and holds {lock}; wait for it, or choose another$"
+        )
+        with pytest.raises(ArtifactError, match=message), locked(lock, "a run"):
+            pytest.fail("the block must not run")
+        assert lock.exists()
+    assert not lock.exists()
+
+
+def test_a_disk_too_full_for_the_lock_file_is_named_with_it(tmp_path, monkeypatch):
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(files.os, "write", full)
+        with (
+            pytest.raises(ArtifactError, match=rf"cannot lock {tmp_path / 'lock'}: No space left on device; free some"),
+            locked(tmp_path / "lock", "a run"),
+        ):
+            pytest.fail("the block must not run")
+    with locked(tmp_path / "lock", "a run"):
+        pass
+
+
+def test_a_file_that_a_killed_process_left_does_not_matter(tmp_path: Path) -> None:
+    (tmp_path / "lock").write_text("process 7 on a machine with a long name\n")
+    with locked(tmp_path / "lock", "a run"):
+        assert (tmp_path / "lock").read_text().startswith(f"process {os.getpid()} on ")
+    assert not (tmp_path / "lock").exists()
+
+
+def linked(lock: Path, precious: Path) -> None:
+    lock.symlink_to(precious)
+
+
+def dangling(lock: Path, precious: Path) -> None:
+    lock.symlink_to(precious.with_name("absent"))
+
+
+def second_name(lock: Path, precious: Path) -> None:
+    lock.hardlink_to(precious)
+
+
+def pipe(lock: Path, _precious: Path) -> None:
+    os.mkfifo(lock)
+
+
+def folder(lock: Path, _precious: Path) -> None:
+    lock.mkdir()
+
+
+@pytest.mark.parametrize("made", [linked, dangling, second_name, pipe, folder])
+@pytest.mark.parametrize("wait", [False, True])
+def test_what_is_no_lock_file_is_refused_and_neither_followed_nor_changed(
+    tmp_path: Path, made: Callable[[Path, Path], None], wait: bool
+) -> None:
+    precious, lock = tmp_path / "precious.txt", tmp_path / "lock"
+    precious.write_text("years of work")
+    made(lock, precious)
+    before = lock.lstat()
+    message = rf"^{lock} is not a lock file but a link, a folder or the like; look at it and remove it$"
+    with pytest.raises(ArtifactError, match=message), locked(lock, "a run", wait=wait):
+        pytest.fail("the block must not run")
+    assert precious.read_text() == "years of work"
+    assert (lock.lstat().st_ino, lock.lstat().st_mode) == (before.st_ino, before.st_mode)
+    assert not (tmp_path / "absent").exists()
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS])
+def test_a_drive_that_cannot_lock_files_is_named_with_what_to_do(tmp_path, monkeypatch, number):
+    def flock(*_: object) -> None:
+        raise OSError(number, "not here")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    message = rf"^cannot lock {tmp_path / 'lock'}: not here; choose a place on a drive that can lock files$"
+    with pytest.raises(ArtifactError, match=message), locked(tmp_path / "lock", "a run"):
+        pytest.fail("the block must not run")
+
+
+def test_a_forked_child_that_outlives_the_owner_of_a_lock_does_not_keep_it(tmp_path: Path) -> None:
+    lock, reader, writer = tmp_path / "lock", *os.pipe()
+    if (owner := os.fork()) == 0:
+        with locked(lock, "a run"):
+            if os.fork() == 0:
+                os.write(writer, str(os.getpid()).encode())  # what it inherited is closed by now
+            signal.pause()
+    os.close(writer)
+    child = int(os.read(reader, 100))
+    os.close(reader)
+    os.kill(owner, signal.SIGKILL)
+    os.waitpid(owner, 0)
+    try:
+        assert lock.exists()
+        with locked(lock, "a run"):
+            pass
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+def test_who_waits_says_for_whom_and_goes_on_when_the_lock_is_free(tmp_path, caplog):
+    lock, order = tmp_path / "lock", []
+
+    def second() -> None:
+        with locked(lock, "another process", wait=True):
+            order.append("second")
+            assert lock.exists()
+
+    waiting = threading.Thread(target=second)
+    with locked(lock, "a run"):
+        waiting.start()
+        while not caplog.messages:
+            time.sleep(0.01)
+        order.append("first")
+    waiting.join(10)
+    assert order == ["first", "second"]
+    (message,) = caplog.messages
+    assert message.startswith(f"waiting: another process is active, by process {os.getpid()} on ")
+    assert not lock.exists()
