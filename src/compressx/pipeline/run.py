@@ -21,9 +21,8 @@ from compressx.models.access import Device, device_for
 from compressx.models.export import check_unfinished, output_folder, unfinished
 from compressx.models.streaming import open_model
 from compressx.pipeline.card import card
-from compressx.pipeline.exporting import written
 from compressx.pipeline.inputs import opened
-from compressx.pipeline.saving import earlier_run, is_finished
+from compressx.pipeline.saving import earlier_run, is_finished, written
 from compressx.pipeline.stages import memory_advised, prepare, sections, walk
 from compressx.planning.plan import Plan
 from compressx.plugins.manager import Plugins, load_plugins

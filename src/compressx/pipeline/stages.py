@@ -12,9 +12,8 @@ from compressx.evaluation.stage import EvaluateDense, EvaluatePruned
 from compressx.models.architecture import find_blocks, refuse_prepared
 from compressx.models.checkpoint import find_checkpoint
 from compressx.models.loading import load_skeleton, load_tokenizer
-from compressx.pipeline.exporting import Export
 from compressx.pipeline.inputs import Inputs
-from compressx.pipeline.saving import Save
+from compressx.pipeline.saving import Export, Save
 from compressx.planning.make import check_rules, make_plan
 from compressx.prompts.selection import TokenSelection
 from compressx.report.contents import details, head, of_run
