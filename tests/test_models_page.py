@@ -12,7 +12,7 @@ import torch
 from tests.compressx_attnprune import blocks as attention
 
 from compressx import Block, Unstructured, UnsupportedModelError, find_projections, find_units
-from compressx.api.units import UnitKind
+from compressx.api.patterns import UnitKind
 from compressx.models.architecture import survey, text_config
 from compressx.shrink.cuts import Kept, smaller
 from compressx.testing import TINY_CONFIGS, tiny_model

@@ -15,15 +15,18 @@ from compressx.runtime.code import __version__
 if TYPE_CHECKING:
     from compressx.api.evaluator import EvaluatedModel, Evaluator, EvaluatorSpec, ReadingEvaluator
     from compressx.api.exporter import Exporter, ExporterSpec, FinishedModel
-    from compressx.api.lowest import drop_lowest
     from compressx.api.patterns import (
         NM,
         FixedMask,
+        Owners,
         Pattern,
         Structured,
+        UnitKind,
+        Units,
         Unstructured,
         competing,
         count_dropped,
+        drop_lowest,
         keep_mask,
         keep_masks,
     )
@@ -37,14 +40,13 @@ if TYPE_CHECKING:
         Pruner,
         PruneResult,
         PrunerSpec,
+        RoutedStatistic,
         Statistic,
         StreamStatistic,
     )
     from compressx.api.record import BlockReport, LayerReport, RunReport
-    from compressx.api.routed import RoutedStatistic
     from compressx.api.selector import AttentionRows, ModelFacts, Needle, TokenSelector, TokenSelectorSpec
     from compressx.api.statistics import Covariance, FeatureNorms, Hessian, SequenceSample
-    from compressx.api.units import Owners, UnitKind, Units
     from compressx.models.units import find_units
     from compressx.pipeline.memory import PrunedModel, prune
     from compressx.pipeline.run import plan, run
@@ -65,21 +67,18 @@ _HOME = {
                "UnsupportedModelError"],
     "api.evaluator": ["EvaluatedModel", "Evaluator", "EvaluatorSpec", "ReadingEvaluator"],
     "api.exporter": ["Exporter", "ExporterSpec", "FinishedModel"],
-    "api.lowest": ["drop_lowest"],
-    "api.patterns": ["NM", "FixedMask", "Pattern", "Structured", "Unstructured", "competing", "count_dropped",
-                 "keep_mask", "keep_masks"],
+    "api.patterns": ["NM", "FixedMask", "Owners", "Pattern", "Structured", "UnitKind", "Units", "Unstructured",
+                 "competing", "count_dropped", "drop_lowest", "keep_mask", "keep_masks"],
     "api.projections": ["Projections", "Rows", "find_projections", "head_size"],
     "plugins.manager": ["Plugins", "load_plugins"],
     "api.pruner": ["Block", "BlockCall", "DepthPruner", "Linear", "PreparingPruner", "PruneResult", "Pruner",
-               "PrunerSpec", "Statistic", "StreamStatistic"],
+               "PrunerSpec", "RoutedStatistic", "Statistic", "StreamStatistic"],
     "api.record": ["BlockReport", "LayerReport", "RunReport"],
-    "api.routed": ["RoutedStatistic"],
     "models.units": ["find_units"],
     "pipeline.memory": ["PrunedModel", "prune"],
     "pipeline.run": ["plan", "run"],
     "api.selector": ["AttentionRows", "ModelFacts", "Needle", "TokenSelector", "TokenSelectorSpec"],
     "api.statistics": ["Covariance", "FeatureNorms", "Hessian", "SequenceSample"],
-    "api.units": ["Owners", "UnitKind", "Units"],
     "prompts.answer": ["Answer", "generate"],
     "prompts.selection": ["Selected", "select_tokens"],
 }  # fmt: skip

@@ -18,7 +18,6 @@ from typing import TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from compressx.allocation.owl import outlier_ratio
 from compressx.allocation.units import Unit
 from compressx.api.patterns import NM, Unstructured
 from compressx.api.pruner import Block, Linear
@@ -29,6 +28,7 @@ from compressx.blocks.select import Decision, Kept, decide_all, gather, restored
 from compressx.models.access import Access
 from compressx.models.architecture import survey
 from compressx.models.blockwise import Keep, Run, advance, capture, each_block, in_memory, passes
+from compressx.numerics.wanda import wanda_scores
 from compressx.planning.plan import PlannedRule
 from compressx.runtime.errors import CalibrationError
 from compressx.runtime.finite import refuse_damage
@@ -221,3 +221,19 @@ def _measure(
                 "of the predictions is not finite; leave that sparsity out of allocation.sparsities"
             )
     return UnitCurve(unit, tuple(found), tuple(found.values()))
+
+
+def outlier_ratio(pairs: Sequence[tuple[Tensor, Tensor]], threshold: float) -> float:
+    """Return the fraction of scores |W_ij| * ||X_j||_2 above `threshold` times their mean.
+
+    Args:
+        pairs: weights [out_features, in_features] with the norms of their input features [in_features]; scores of all
+            pairs form one distribution.
+        threshold: the paper's M.
+
+    Returns:
+        A fraction in [0, 1]; the paper's layerwise outlier distribution gives it in percent.
+    """
+    weights = sum(weight.numel() for weight, _ in pairs)
+    total = sum(float(wanda_scores(*pair).sum(dtype=torch.float64)) for pair in pairs)
+    return sum(int((wanda_scores(*pair) > threshold * total / weights).sum()) for pair in pairs) / weights

@@ -11,9 +11,7 @@ import torch
 from torch import Tensor
 
 from compressx.allocation.measure import measure, measure_outliers
-from compressx.allocation.owl import sparsities
-from compressx.allocation.spread import Curve, cheapest
-from compressx.allocation.units import Unit, spread, units_of, zeros_of
+from compressx.allocation.units import Curve, Unit, cheapest, spread, units_of, zeros_of
 from compressx.api.record import AllocationReport, UnitReport
 from compressx.models.access import Access
 from compressx.models.blockwise import Keep, in_memory
@@ -153,11 +151,31 @@ def _by_outliers(
 
     def choose(group: Sequence[Unit], zeros: int) -> list[int]:
         weights = [u.weights for u in group]
-        chosen = sparsities([ratios[u.block] for u in group], weights, zeros / sum(weights), SPREAD)
+        chosen = outlier_weighed([ratios[u.block] for u in group], weights, zeros / sum(weights), SPREAD)
         return [round(s * w) for s, w in zip(chosen, weights, strict=True)]
 
     final = plan.allocated(spread(units, settings.target, choose))
     return final, report_on(final, settings, lambda unit, _: {"outliers": ratios.get(unit.block)})
+
+
+def outlier_weighed(ratios: Sequence[float], weights: Sequence[int], target: float, spread: float) -> list[float]:
+    """Return sparsities that decrease linearly with outlier ratios, within target +- spread (OWL, arXiv 2310.05175).
+
+    The paper bounds sparsities by target +- lambda. The authors' code stretches the ratios over a range of 2 lambda and
+    then shifts their mean to the target, which exceeds the bound on the long side of a skewed distribution. Here ratios
+    are scaled about their mean, so the bound holds.
+
+    Args:
+        ratios: outlier ratio of each block.
+        weights: number of weights of each block.
+        target: mean sparsity over all weights.
+        spread: lambda, the deviation from the target of the block with the most extreme ratio.
+    """
+    mean = sum(r * w for r, w in zip(ratios, weights, strict=True)) / sum(weights)
+    farthest = max(abs(r - mean) for r in ratios)
+    if farthest <= 1e-12:  # one block, or equal ratios
+        return [target] * len(ratios)
+    return [target - spread * (r - mean) / farthest for r in ratios]
 
 
 def windows_kept(plan: Plan, settings: Allocation, windows: int) -> int:

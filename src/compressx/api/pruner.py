@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, runtime_che
 
 from torch import Tensor, nn
 
-from compressx.api.patterns import Group, Pattern
-from compressx.api.units import UnitKind
+from compressx.api.patterns import Group, Pattern, UnitKind
 from compressx.runtime.errors import PluginError, blamed_on
 
 if TYPE_CHECKING:
@@ -48,6 +47,29 @@ class Statistic(Protocol):
         `sum` and `max` are written into the returned tensor, which therefore has to be the accumulator itself; `cat`
         is handed to `update` of a fresh statistic, process by process.
         """
+
+
+class RoutedStatistic(Protocol):
+    """A `Statistic` of a fused expert's linear that is told the router's weights, too.
+
+    Experts that no token reaches keep an empty one; for other statistics that is an error.
+
+    Attributes:
+        routed: True.
+    """
+
+    routed: bool
+
+    def update(self, x: Tensor, weights: Tensor | None = None) -> None:
+        """Take in one batch.
+
+        Args:
+            x: [tokens, in_features], of the tokens that the router sends to the expert.
+            weights: [tokens], by which the expert's output is multiplied before it is added to the others'.
+        """
+
+    def tensors(self) -> Mapping[str, tuple[Tensor, Reduction]]:
+        """As `Statistic.tensors`."""
 
 
 @dataclass(frozen=True, eq=False)

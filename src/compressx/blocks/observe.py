@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from compressx.api.pruner import Linear, Statistic
-from compressx.api.routed import RoutedStatistic
+from compressx.api.pruner import Linear, RoutedStatistic, Statistic
 from compressx.models.arithmetic import original
 from compressx.runtime.errors import CalibrationError, PluginError, UnsupportedModelError, blamed_on
 from compressx.runtime.finite import first_damaged

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from compressx.api.names import kind_of
+from compressx.api.patterns import Owners, UnitKind, Units
 from compressx.api.projections import find_projections, head_size, parent
 from compressx.api.pruner import Block, Linear
-from compressx.api.units import Owners, UnitKind, Units
 from compressx.runtime.errors import UnsupportedModelError
 
 _DOWN = ("down_proj", "fc2", "fc_out", "c_proj", "dense_4h_to_h", "w2")

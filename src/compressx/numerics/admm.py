@@ -14,8 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from compressx.api.lowest import NOT_FINITE
-from compressx.api.patterns import FixedMask, Pattern, keep_masks
+from compressx.api.patterns import NOT_FINITE, FixedMask, Pattern, keep_masks
 from compressx.numerics.least_squares import Metric, solve
 from compressx.numerics.masked import zeroed
 from compressx.numerics.obs import NotPositiveDefiniteError

@@ -14,8 +14,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from compressx.api.lowest import NOT_FINITE, drop_lowest
-from compressx.api.patterns import NM, FixedMask, Pattern, Structured, count_dropped
+from compressx.api.patterns import NM, NOT_FINITE, FixedMask, Pattern, Structured, count_dropped, drop_lowest
 from compressx.api.statistics import Hessian
 from compressx.runtime.errors import UnsupportedModelError
 from compressx.runtime.finite import all_finite

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from compressx.api.lowest import NOT_FINITE
+from compressx.api.patterns import NOT_FINITE
 from compressx.numerics.obs import PANEL, NotPositiveDefiniteError, damp_, inverse_cholesky_of
 from compressx.runtime.finite import all_finite
 

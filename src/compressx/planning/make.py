@@ -10,9 +10,8 @@ from dataclasses import replace
 
 import torch
 
-from compressx.api.patterns import NM, Asked, Structured, Unstructured, count_dropped, nearest
+from compressx.api.patterns import NM, Asked, Structured, Units, Unstructured, count_dropped, nearest
 from compressx.api.pruner import Block, PrunerSpec, statistic_of
-from compressx.api.units import Units
 from compressx.models.architecture import Architecture, survey, text_config
 from compressx.planning.plan import Plan, PlannedLinear, PlannedRule
 from compressx.planning.structured import check_experts, check_units, check_whole, find_depth, units_of_rules

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from pydantic import BaseModel
 
-from compressx.api.lowest import drop_lowest
-from compressx.api.patterns import Asked, Structured, allocated_form
+from compressx.api.patterns import Asked, Structured, allocated_form, drop_lowest
 from compressx.api.pruner import AnyPruner, DepthPruner, PrunerSpec
 from compressx.recipe.sections import Allocation, ReconstructBlock
 from compressx.runtime.errors import PluginError, blamed_on

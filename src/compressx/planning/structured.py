@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from compressx.api.patterns import Structured, count_dropped
+from compressx.api.patterns import Owners, Structured, UnitKind, Units, count_dropped
 from compressx.api.pruner import Block
-from compressx.api.units import Owners, UnitKind, Units
 from compressx.models.architecture import Architecture, text_config
 from compressx.models.units import find_units, router_of
 from compressx.planning.plan import PlannedDepth, PlannedRule

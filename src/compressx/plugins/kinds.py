@@ -15,10 +15,9 @@ from pydantic import BaseModel
 
 from compressx.api.evaluator import EvaluatorSpec
 from compressx.api.exporter import ExporterSpec
-from compressx.api.patterns import Group
+from compressx.api.patterns import UNIT_KINDS, Group
 from compressx.api.pruner import PrunerSpec
 from compressx.api.selector import TokenSelectorSpec
-from compressx.api.units import UNIT_KINDS
 
 Spec = TypeVar("Spec")
 

@@ -17,8 +17,7 @@ from pydantic import (
     model_validator,
 )
 
-from compressx.api.patterns import NM, Group
-from compressx.api.units import UNIT_KINDS, UnitKind
+from compressx.api.patterns import NM, UNIT_KINDS, Group, UnitKind
 from compressx.recipe.validation import Strict, conflict
 
 _RANGE = r"([0-9]{1,9})-([0-9]{1,9})"

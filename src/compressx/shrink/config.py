@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from compressx.api.patterns import UnitKind
 from compressx.api.projections import count_of, find_projections, head_size
 from compressx.api.pruner import Block
-from compressx.api.units import UnitKind
 from compressx.models.units import find_units
 from compressx.runtime.errors import UnsupportedModelError
 

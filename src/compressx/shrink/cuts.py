@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from compressx.api.patterns import UnitKind, Units
 from compressx.api.projections import head_size, parent
 from compressx.api.pruner import Block
-from compressx.api.units import UnitKind, Units
 from compressx.models.architecture import Architecture, survey, text_config
 from compressx.models.loading import build_empty
 from compressx.models.units import router_of, rows_of

@@ -13,9 +13,8 @@ import torch
 from pydantic import create_model
 from torch import Tensor
 
-from compressx.api.patterns import NM, Asked, Structured, Unstructured, keep_masks
+from compressx.api.patterns import NM, Asked, Structured, Units, Unstructured, keep_masks
 from compressx.api.pruner import Block, PreparingPruner, PruneResult, PrunerSpec, Statistic
-from compressx.api.units import Units
 from compressx.blocks.depth import score_blocks
 from compressx.blocks.fisher import fisher_diagonal
 from compressx.blocks.observe import Observed

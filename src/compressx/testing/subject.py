@@ -13,9 +13,8 @@ import torch
 from pydantic import BaseModel
 from torch import Tensor
 
-from compressx.api.patterns import NM, Asked, Structured, Unstructured
+from compressx.api.patterns import NM, UNIT_KINDS, Asked, Structured, UnitKind, Unstructured
 from compressx.api.pruner import AnyPruner, Block, PruneResult, PrunerSpec
-from compressx.api.units import UNIT_KINDS, UnitKind
 from compressx.blocks.contract import Checksums
 from compressx.blocks.fisher import fisher_diagonal
 from compressx.blocks.select import Kept, Stats, decide, gather

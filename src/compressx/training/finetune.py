@@ -2,22 +2,26 @@
 
 Dropped weights are zero and get no gradient, so they stay exactly zero. A step depends only on the settings and its
 number (its windows, and the units that dropout drops), so a checkpoint needs only weights, optimizer state and losses.
-Where the recipe gives minutes, the learning rate also depends on the time.
+Where the recipe gives minutes, the learning rate also depends on the time. A 16-bit model is trained in float32 and
+rounded once, at the end; its matrix products may be in bfloat16.
 
-A 16-bit model is trained in float32 and rounded once, at the end; its matrix products may be in bfloat16.
+With a vocabulary of 49152 the logits of one window of 2048 tokens take 400 MB in float32, and autograd keeps several
+copies. So a loss is computed a few rows at a time together with its gradient in closed form, and only the gradient is
+kept. A chunk of rows fits into a CPU's last cache: its numbers are read a dozen times.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from compressx.api.record import FinetuneReport, HeldOutLoss
 from compressx.data.windows import Generated, read_calibration
@@ -28,16 +32,6 @@ from compressx.recipe.schema import Recipe
 from compressx.recipe.sections import Finetune
 from compressx.runtime.errors import ArtifactError, CalibrationError, UnsupportedModelError, memory_named
 from compressx.runtime.quiet import quiet_libraries
-from compressx.training.distillation import distillation_loss, next_token_loss
-from compressx.training.schedule import (
-    backed_off,
-    batch,
-    fraction_done,
-    is_check_due,
-    learning_rate,
-    split_windows,
-    total_steps,
-)
 from compressx.training.trainable import adapted, check_trained, own_checkpointing_off, scales, trainable
 
 Progress: TypeAlias = Callable[[int, int, float], None]
@@ -49,8 +43,29 @@ _LARGEST_NORM = 1.0
 _BETAS = (0.9, 0.95)
 """Adam's. A training has a few hundred steps, too few for the usual second value of 0.999."""
 
-_AT_ONCE = 4
+_HELD_OUT_AT_ONCE = 4
 """Most held-out windows in a batch. No more than in a step, whose memory is what `batch_size` is lowered for."""
+
+WARMUP = 0.1
+"""Fraction of a training in which the learning rate rises."""
+
+_CHECKS = 4
+"""How often the held-out loss is measured during a training, beside once before it."""
+
+_BACK_OFF = 0.25
+"""Factor of the learning rate after each held-out loss that is not below all before it."""
+
+_RowLoss: TypeAlias = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""From logits [rows, vocabulary], which it may overwrite, and targets: the summed loss and its gradient."""
+
+_NO_TARGET = -100
+"""Target of a window's last token, which has no next token."""
+
+_LOGITS_AT_ONCE = 2**21
+"""Logits converted to float32 at a time: 8 MiB, some 40 rows of a large vocabulary."""
+
+_LOGITS_AT_ONCE_ON_ACCELERATOR = 2**26
+"""The same where a chunk is a few kernel launches: 256 MiB."""
 
 
 def training_windows(
@@ -206,7 +221,7 @@ class _Steps:
         if not len(self.unseen):
             return
         self.model.eval()
-        batches = torch.split(self.unseen, min(_AT_ONCE, self.settings.batch_size))
+        batches = torch.split(self.unseen, min(_HELD_OUT_AT_ONCE, self.settings.batch_size))
         losses = [float(self._loss(ids.to(self.device))) * len(ids) for ids in batches]
         self.model.train()
         loss = math.fsum(losses) / len(self.unseen)
@@ -289,3 +304,132 @@ def _training_mode(model: Any, gradient_checkpointing: bool) -> Iterator[None]:
 def _dropped(masks: MaskSet) -> int:
     """Count the weights that masks drop."""
     return sum(entry.keep.numel() - int(entry.keep.sum()) for entry in masks.values())
+
+
+def fraction_done(settings: Finetune, steps: int, seconds: float) -> float:
+    """Return the fraction of a training that is done, 1.0 when it is over.
+
+    A training by time is over when less than half a step of time is left; it has at least one step.
+    """
+    if settings.minutes is None:
+        return steps / settings.total_steps
+    limit = 60.0 * settings.minutes
+    over = steps > 0 and seconds + seconds / steps / 2 >= limit
+    return 1.0 if over else min(seconds / limit, math.nextafter(1.0, 0.0))
+
+
+def total_steps(settings: Finetune, steps: int, done: float) -> int:
+    """Return how many steps a training has, by time an estimate from the `done` fraction of it."""
+    if settings.minutes is None:
+        return settings.total_steps
+    return max(steps, round(steps / done)) if steps else 1
+
+
+def learning_rate(settings: Finetune, done: float) -> float:
+    """Return the learning rate after a fraction of a training: a linear warm-up, then a cosine to zero."""
+    if done < WARMUP:
+        return settings.learning_rate * (0.1 + 0.9 * done / WARMUP)
+    along = (done - WARMUP) / (1.0 - WARMUP)
+    return settings.learning_rate * 0.5 * (1.0 + math.cos(math.pi * along))
+
+
+def backed_off(losses: Sequence[float]) -> float:
+    """Return the factor of the learning rate after held-out losses, in the order in which they were measured."""
+    return _BACK_OFF ** sum(not loss < min(losses[:i]) for i, loss in enumerate(losses) if i)
+
+
+def is_check_due(before: float, after: float) -> bool:
+    """Return whether the held-out loss is to be measured after a step between two fractions of a training."""
+    return math.floor(before * _CHECKS) < math.floor(after * _CHECKS)
+
+
+def split_windows(windows: int, held_out: int) -> tuple[int, int]:
+    """Return how many windows to train on and how many to hold out: the wanted number, at most an eighth."""
+    unseen = min(held_out, windows // 8)
+    return windows - unseen, unseen
+
+
+def batch(windows: Tensor, step: int, settings: Finetune) -> Tensor:
+    """Return the windows of a step [batch_size, tokens]; each epoch has its own order."""
+    places = range(step * settings.batch_size, (step + 1) * settings.batch_size)
+    orders = {
+        epoch: torch.randperm(len(windows), generator=torch.Generator().manual_seed((settings.seed + epoch) % 2**63))
+        for epoch in {place // len(windows) for place in places}
+    }
+    return windows[torch.stack([orders[place // len(windows)][place % len(windows)] for place in places])]
+
+
+def distillation_loss(student: Tensor, teacher: Tensor, *, rows: int | None = None) -> Tensor:
+    """Return KL(softmax(teacher) || softmax(student)), the mean over rows (Hinton et al., arXiv 1503.02531, T = 1).
+
+    Args:
+        student: logits [n, vocabulary], which receive the gradient.
+        teacher: logits [n, vocabulary], constants, on the same device.
+        rows: rows computed at a time.
+
+    Returns:
+        A scalar, at least float32 and non-negative up to rounding. `backward` can be called once.
+    """
+
+    def summed(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        # With p and q the teacher's and the student's probabilities, the loss is sum p (log p - log q) and its gradient
+        # q - p.
+        wanted = targets.to(logits.dtype, copy=True)
+        wanted, predicted = wanted.log_softmax(dim=-1), logits.log_softmax(dim=-1)
+        p = torch.exp(wanted)
+        loss = torch.dot(p.flatten(), wanted.sub_(predicted).flatten())
+        return loss, predicted.exp_().sub_(p)
+
+    return _mean(student, teacher, len(student), summed, rows)
+
+
+def next_token_loss(logits: Tensor, ids: Tensor, *, rows: int | None = None) -> Tensor:
+    """Return the mean negative log-likelihood of all tokens but the first of each window.
+
+    Args:
+        logits: [windows, tokens, vocabulary].
+        ids: int64 [windows, tokens].
+        rows: as for `distillation_loss`.
+
+    Returns:
+        As `distillation_loss`.
+    """
+    following = functional.pad(ids[:, 1:], (0, 1), value=_NO_TARGET).flatten()
+
+    def summed(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.enable_grad():
+            leaf = logits.requires_grad_()
+            loss = functional.cross_entropy(leaf, targets, reduction="sum", ignore_index=_NO_TARGET)
+        return loss.detach(), torch.autograd.grad(loss, leaf)[0]
+
+    # Slicing the last token off the logits would copy them.
+    return _mean(logits.flatten(0, 1), following, ids.numel() - len(ids), summed, rows)
+
+
+def _mean(logits: Tensor, targets: Tensor, count: int, summed: _RowLoss, rows: int | None) -> Tensor:
+    at_once = _LOGITS_AT_ONCE if logits.device.type == "cpu" else _LOGITS_AT_ONCE_ON_ACCELERATOR
+    loss: Tensor = _InChunks.apply(  # type: ignore[no-untyped-call]
+        logits, targets, count, summed, rows or max(1, at_once // logits.shape[-1])
+    )
+    return loss
+
+
+class _InChunks(torch.autograd.Function):
+    """A mean over chunks of rows that computes its gradient in the forward pass and keeps nothing else."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, count: int, summed: _RowLoss, rows: int) -> Tensor:
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        total = torch.zeros((), dtype=torch.float64, device=logits.device)
+        ctx.gradient = torch.empty_like(logits)
+        parts = (torch.split(logits.detach(), rows), torch.split(targets, rows), torch.split(ctx.gradient, rows))
+        for chunk, target, into in zip(*parts, strict=True):
+            loss, gradient = summed(chunk.to(dtype, copy=True), target)
+            into.copy_(gradient.div_(count))
+            total += loss
+        return (total / count).to(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *scales: Tensor) -> tuple[Tensor, None, None, None, None]:
+        gradient, ctx.gradient = ctx.gradient, None
+        return gradient.mul_(scales[0]), None, None, None, None

@@ -29,8 +29,7 @@ from compressx.recipe.sources import ModelSource
 from compressx.report.section import Column, Section, count_of, number_of, table
 from compressx.runtime.errors import CompressxError, Mistakes, RecipeError, UnsupportedModelError
 from compressx.stages.state import RunState, Stage, lower
-from compressx.training.finetune import finetune
-from compressx.training.schedule import split_windows, total_steps
+from compressx.training.finetune import finetune, split_windows, total_steps
 
 _SECONDS = Column("seconds", ".1f")
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from tests.compressx.allocation.test_measure import REST, one_rule
 
-from compressx.allocation.methods import allocate
-from compressx.allocation.owl import outlier_ratio, sparsities
+from compressx.allocation.measure import outlier_ratio
+from compressx.allocation.methods import allocate, outlier_weighed
 from compressx.models.access import InMemory
 from compressx.recipe.sections import OwlAllocation
 from compressx.testing import tiny_model, tiny_tokens
@@ -59,16 +59,16 @@ def test_the_mean_is_the_target_no_block_leaves_the_spread_and_more_outliers_mea
     blocks: list[tuple[float, int]], target: float, spread: float
 ) -> None:
     ratios, weights = map(list, zip(*blocks, strict=True))
-    chosen = sparsities(ratios, weights, target, spread)
+    chosen = outlier_weighed(ratios, weights, target, spread)
     assert np.average(chosen, weights=weights) == pytest.approx(target, abs=1e-9)
     assert all(target - spread - 1e-9 <= s <= target + spread + 1e-9 for s in chosen)
     assert all(a[1] >= b[1] for a, b in pairwise(sorted(zip(ratios, chosen, strict=True))))
 
 
 def test_the_block_farthest_from_the_mean_uses_the_whole_spread_and_alike_ones_none_of_it() -> None:
-    assert sparsities([0.0, 0.0, 0.0, 0.4], [10] * 4, 0.6, 0.09) == pytest.approx([0.63, 0.63, 0.63, 0.51])
-    assert sparsities([0.03, 0.03], [10, 90], 0.7, 0.08) == [0.7, 0.7]
-    assert sparsities([0.03], [10], 0.7, 0.08) == [0.7]
+    assert outlier_weighed([0.0, 0.0, 0.0, 0.4], [10] * 4, 0.6, 0.09) == pytest.approx([0.63, 0.63, 0.63, 0.51])
+    assert outlier_weighed([0.03, 0.03], [10, 90], 0.7, 0.08) == [0.7, 0.7]
+    assert outlier_weighed([0.03], [10], 0.7, 0.08) == [0.7]
 
 
 @pytest.mark.parametrize("target", [0.07, 0.88])

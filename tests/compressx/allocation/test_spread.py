@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compressx.allocation.spread import Curve, _hull, _MonotoneCubic, cheapest, fitted, in_steps, isotonic, shares
+from compressx.allocation.units import Curve, _hull, _MonotoneCubic, cheapest, fitted, in_steps, isotonic, shares
 from compressx.recipe.sections import MAX_SPARSITY
 
 GRID = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9)

@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from compressx.allocation.spread import Curve, cheapest, shares
-from compressx.allocation.units import Unit, check_allocation, spread, units_of, zeros_of
+from compressx.allocation.units import Curve, Unit, cheapest, check_allocation, shares, spread, units_of, zeros_of
 from compressx.api.patterns import NM, Unstructured, zeros_in
 from compressx.planning.plan import Plan, PlannedLinear, PlannedRule
 from compressx.pruners import magnitude

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tests.accelerator import pretended_accelerator
 from tests.compressx.api.scores import random_scores
 
-from compressx.api.lowest import _drop_lowest_of_few_on_device, _drop_lowest_on_device, drop_lowest
+from compressx.api.patterns import _drop_lowest_of_few_on_device, _drop_lowest_on_device, drop_lowest
 
 
 def kept_by_sorting(scores: torch.Tensor, count: int) -> torch.Tensor:
@@ -24,7 +24,7 @@ def test_what_is_dropped_is_what_sorting_by_score_and_then_position_puts_first(r
     scores = random_scores(rows, columns, seed, levels)
     count = data.draw(st.integers(0, columns))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("compressx.api.lowest._PART", part)
+        patch.setattr("compressx.api.patterns._PART", part)
         assert torch.equal(drop_lowest(scores, count), kept_by_sorting(scores, count))
 
 

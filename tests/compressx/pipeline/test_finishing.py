@@ -164,7 +164,7 @@ def test_a_teacher_with_fewer_positions_than_a_windows_tokens_is_refused_before_
 
 
 def test_the_log_says_when_training_goes_back_to_better_weights(model, monkeypatch):
-    monkeypatch.setattr("compressx.training.schedule.WARMUP", 0.0)
+    monkeypatch.setattr("compressx.training.finetune.WARMUP", 0.0)
     report = run(recipe(model, steps=8, learning_rate=1.0))
     before, after = (x.loss for x in report.finetune.held_out[:2])
     said = f"held-out loss {after:.4g}, not below {before:.4g}: back to those weights, at a lower rate"

@@ -21,7 +21,7 @@ from tests.compressx.pipeline.runs import recipe, stopped, weights
 from tests.compressx.saved import save_tiny
 
 import compressx
-from compressx.allocation.spread import Curve
+from compressx.allocation.units import Curve
 from compressx.api.record import BlockReport, RunReport
 from compressx.blocks.fisher import FisherDiagonal
 from compressx.blocks.prune import prune_model

@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from tests.compressx.mixtures import MIXTURES, mixture
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
+from compressx.api.patterns import UnitKind
 from compressx.api.pruner import Block
-from compressx.api.units import UnitKind
 from compressx.models.access import InMemory
 from compressx.models.architecture import survey, text_config
 from compressx.models.units import find_units, leave_out

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from compressx.training.distillation import distillation_loss, next_token_loss
+from compressx.training.finetune import distillation_loss, next_token_loss
 
 ROWS, VOCABULARY = 11, 23
 

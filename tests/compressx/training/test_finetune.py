@@ -23,10 +23,7 @@ from compressx.recipe.sections import Finetune, Lora
 from compressx.runtime.errors import ArtifactError, CalibrationError, OutOfMemoryError, UnsupportedModelError
 from compressx.testing import tiny_model, tiny_tokens
 from compressx.training import finetune as module
-from compressx.training import schedule
-from compressx.training.distillation import distillation_loss, next_token_loss
-from compressx.training.finetune import finetune
-from compressx.training.schedule import backed_off, batch, learning_rate
+from compressx.training.finetune import backed_off, batch, distillation_loss, finetune, learning_rate, next_token_loss
 from compressx.training.trainable import trainable
 
 WINDOWS = tiny_tokens(sequences=8, length=16)
@@ -63,7 +60,7 @@ def tuned(
 
 @pytest.fixture
 def no_warmup(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(schedule, "WARMUP", 0.0)
+    monkeypatch.setattr(module, "WARMUP", 0.0)
 
 
 def parameters(model: Any) -> dict[str, Tensor]:
@@ -621,7 +618,7 @@ def test_one_that_goes_on_knows_the_best_weights_of_before(rate, lora, best, sto
     """They are not those of the last step, which the checkpoint has too: the training became worse in between."""
     if lora is not None:
         pytest.importorskip("peft")
-    monkeypatch.setattr(schedule, "WARMUP", 0.5)
+    monkeypatch.setattr(module, "WARMUP", 0.5)
     monkeypatch.setattr(module, "CHECKPOINT_EVERY", stopped_at)
     given = {"steps": 8, "learning_rate": rate, "teacher": "none", "lora": lora, "held_out": 1}
     whole, _, expected = tuned(**given)
