@@ -458,7 +458,7 @@ def solve(moments: Moments, weight: Tensor, kept: Tensor, damping: float, *, bia
 
     Minimises the mean of |W' m + c - y|^2 + damping |(W' - W) E|^2 over W' and, where there is a bias, c; E are the
     root mean squares of m, so that one damping serves features of any size. The normal equations of ridge regression
-    (Hoerl and Kennard 1970) that shrinks towards W.
+    (Hoerl and Kennard 1970) that pulls towards W.
 
     Args:
         moments: of the training text.

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
-
-    from compressx.masks.maskset import MaskSet
-    from compressx.models.access import Access
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,13 +19,13 @@ class FinishedModel:
         folder: the model as transformers reads it: config, tokenizer, and weights with zeros as dense safetensors.
         access: its weights, in memory or streamed from disk; `access.model` is the transformers model.
         tokenizer: its tokenizer.
-        masks: which weights are kept, by the names of linears.
+        masks: which weights are kept, by the names of linears: a `masks.MaskSet`.
     """
 
     folder: Path
-    access: Access
+    access: Any
     tokenizer: Any
-    masks: MaskSet
+    masks: Mapping[str, Any]
 
 
 class Exporter(Protocol):
