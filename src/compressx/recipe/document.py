@@ -271,10 +271,9 @@ def read_yaml(path: Path) -> Node:
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        column = error.start - (data.rfind(b"\n", 0, error.start) + 1) + 1
-        byte = error.object[error.start]
-        raise RecipeError(f"{name}:{line}:{column}: byte 0x{byte:02x} is not UTF-8; save the file as UTF-8") from None
+        line, column = data.count(b"\n", 0, error.start) + 1, error.start - data.rfind(b"\n", 0, error.start)
+        told = f"byte 0x{error.object[error.start]:02x} is not UTF-8; save the file as UTF-8"
+        raise RecipeError(f"{name}:{line}:{column}: {told}") from None
     return parse_yaml(text, name)
 
 

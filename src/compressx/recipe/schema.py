@@ -91,9 +91,7 @@ class Recipe(Strict):
         "that generate text, and by default in compressx generate",
         examples=[{"selector": "retrieval-heads", "keep": 0.125}],
     )
-    export: list[
-        Annotated[ExportFormat, BeforeValidator(_format_from_text, json_schema_input_type=str | ExportFormat)]
-    ] = Field(
+    export: list[FormatField] = Field(
         default=[ExportFormat(format="safetensors")],
         min_length=1,
         description="formats in which the pruned model is written: safetensors into the folder model, others into a "

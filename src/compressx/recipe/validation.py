@@ -20,33 +20,25 @@ _Model = TypeVar("_Model", bound=BaseModel)
 _Loc = tuple[Step, ...]
 
 _EXPECTED = {
-    "int_type": "a whole number",
-    "int_parsing": "a whole number",
-    "int_from_float": "a whole number",
-    "float_type": "a number",
-    "float_parsing": "a number",
-    "bool_type": "true or false",
-    "bool_parsing": "true or false",
+    **dict.fromkeys(("int_type", "int_parsing", "int_from_float"), "a whole number"),
+    **dict.fromkeys(("float_type", "float_parsing"), "a number"),
+    **dict.fromkeys(("bool_type", "bool_parsing"), "true or false"),
     "string_type": "text (numbers, true and null in quotes)",
     "path_type": "a path",
-    "list_type": "a list, such as {example}",
-    "tuple_type": "a list, such as {example}",
-    "dict_type": "a mapping of keys to values, such as {example}",
-    "model_type": "a mapping of keys to values, such as {example}",
-    "model_attributes_type": "a mapping of keys to values, such as {example}",
+    **dict.fromkeys(("list_type", "tuple_type"), "a list, such as {example}"),
+    **dict.fromkeys(
+        ("dict_type", "model_type", "model_attributes_type"), "a mapping of keys to values, such as {example}"
+    ),
     "none_required": "null",
     "greater_than": "more than {gt}",
     "greater_than_equal": "at least {ge}",
     "less_than": "less than {lt}",
     "less_than_equal": "at most {le}",
-    "string_too_short": "a length of at least {min_length}",
-    "string_too_long": "a length of at most {max_length}",
-    "too_short": "a length of at least {min_length}",
-    "too_long": "a length of at most {max_length}",
+    **dict.fromkeys(("string_too_short", "too_short"), "a length of at least {min_length}"),
+    **dict.fromkeys(("string_too_long", "too_long"), "a length of at most {max_length}"),
     "literal_error": "{expected}",
     "string_pattern_mismatch": "text like {pattern}",
-    "byte_size": "a size such as 500MB or 4GiB",
-    "byte_size_unit": "a size such as 500MB or 4GiB",
+    **dict.fromkeys(("byte_size", "byte_size_unit"), "a size such as 500MB or 4GiB"),
 }
 _SENTENCES = {"value_error", "assertion_error", "conflict"}
 
@@ -120,10 +112,10 @@ def validate_options(model: type[_Model], options: Mapping[str, Any], where: Cal
 def _lines(
     errors: Sequence[ErrorDetails], model: type[BaseModel], data: object, where: Callable[..., str], noun: str
 ) -> Iterator[str]:
-    wanted: dict[_Loc, list[ErrorDetails]] = {}
+    wanted: dict[_Loc, tuple[Any, list[ErrorDetails]]] = {}
     # Unknown keys come before missing ones: a misspelt key is both, and the unknown one has the better hint.
     for error in sorted(errors, key=lambda e: e["type"] == "missing"):
-        loc = _within(data, error["loc"])
+        loc, value = _within(data, error["loc"])
         if error["type"] == "extra_forbidden":
             valid = [name for m in _schema_at(model, loc[:-1], data)[0] for name in _fields(m)]
             hint = did_you_mean(str(loc[-1]), valid) or f"no {noun} is allowed there"
@@ -132,11 +124,11 @@ def _lines(
             name = error["loc"][-1]
             yield f"{where(*loc)}: missing {noun} {name!r}{_inside(loc)}{_description(model, (*loc, name), data)}"
         elif error["type"] in _SENTENCES:
-            yield _sentence(error, loc, _at(data, loc), where)
+            yield _sentence(error, loc, value, where)
         else:
-            wanted.setdefault(loc, []).append(error)
-    for loc, found in wanted.items():
-        value, name = _at(data, loc), path_text(loc) or "the document"
+            wanted.setdefault(loc, (value, []))[1].append(error)
+    for loc, (value, found) in wanted.items():
+        name = path_text(loc) or "the document"
         # Each member of a union reports what it expected of the same value.
         either = " or ".join(dict.fromkeys(_expected(error, _example(model, loc, data)) for error in found))
         hint = nearest(value, [n for error in found for n in _names(error)]) if isinstance(value, str) else ""
@@ -178,22 +170,14 @@ def _example(model: type[BaseModel], loc: _Loc, data: object) -> str:
     return "" if example is None else flow(example)
 
 
-def _within(data: object, loc: _Loc) -> _Loc:
-    """Keep the steps that exist in `data`; pydantic adds others for the members of unions."""
-    kept = []
+def _within(data: Any, loc: _Loc) -> tuple[_Loc, Any]:
+    """Return the steps that exist in `data`, and the value there; pydantic adds steps for the members of unions."""
+    found = []
     for step in loc:
-        if (isinstance(data, Mapping) and step in data) or (
-            isinstance(data, list) and isinstance(step, int) and step < len(data)
-        ):
-            kept.append(step)
-            data = data[step]  # type: ignore[index]
-    return tuple(kept)
-
-
-def _at(data: Any, loc: _Loc) -> Any:
-    for step in loc:
-        data = data[step]
-    return data
+        if step in (data if isinstance(data, Mapping) else range(len(data)) if isinstance(data, list) else ()):
+            found.append(step)
+            data = data[step]
+    return tuple(found), data
 
 
 def _inside(loc: _Loc) -> str:
