@@ -18,7 +18,7 @@ from compressx.models.blockwise import evaluation_mode
 from compressx.plugins.kinds import EVALUATOR
 from compressx.plugins.manager import Plugins
 from compressx.prompts.selection import Selecting
-from compressx.recipe.document import Placed, Step
+from compressx.recipe.document import Node, Step
 from compressx.recipe.schema import LoadedRecipe
 from compressx.recipe.sources import datasets_in
 from compressx.recipe.validation import Strict, validated
@@ -33,20 +33,20 @@ Options: TypeAlias = Mapping[str, BaseModel]
 _FIGURES = dict[str, int | float | dict[str, int | float | str | list[dict[str, int | float]]]]
 
 
-def options_of(placed: Placed, plugins: Plugins) -> dict[str, BaseModel]:
+def options_of(document: Node, plugins: Plugins) -> dict[str, BaseModel]:
     """Return the options of each evaluator in the `evaluate` section of a document.
 
     Raises:
         CompressxError: a name that no plugin offers, or invalid options, each with its place.
     """
-    root: Any = placed.source.value
+    root: Any = document.value
     section = root["evaluate"].plain() if isinstance(root, Mapping) and "evaluate" in root else None
     if not isinstance(section, Mapping):  # of a recipe that is invalid, or evaluates nothing
         return {}
     given = {name: options for name, options in section.items() if options is not None}
     mistakes, specs = Mistakes(), {}
     for name in given:
-        with mistakes.collected(), placed.at("evaluate", name):
+        with mistakes.collected(), document.at("evaluate", name):
             specs[name] = plugins.find(EVALUATOR, name)
     fields: Any = {
         f"n{i}": (spec.options, Field(alias=name, description=spec.summary))
@@ -57,12 +57,12 @@ def options_of(placed: Placed, plugins: Plugins) -> dict[str, BaseModel]:
     found: dict[str, BaseModel] = {}
     with mistakes.collected(), blamed_on("a plugin's validation of the options of an evaluator failed"):
         data = {"evaluate": {name: given[name] for name in specs}}
-        values: Any = validated(whole, data, placed.where, strict=True)
+        values: Any = validated(whole, data, document.where, strict=True)
         found = dict(zip(specs, dict(values.evaluate).values(), strict=True))
     for place, dataset in datasets_in(found, ("evaluate",)):
         if dataset.generate is not None:
             mistakes.add(RecipeError(
-                f"{placed.where(*place)}: generate only goes with calibration and finetune: a model's own text does "
+                f"{document.where(*place)}: generate only goes with calibration and finetune: a model's own text does "
                 "not measure it; name a dataset"
             ))  # fmt: skip
     mistakes.raise_all()
@@ -77,7 +77,7 @@ def with_evaluators(loaded: LoadedRecipe, plugins: Plugins) -> LoadedRecipe:
     """
     if loaded.recipe.evaluate is None:
         return loaded
-    return replace(loaded, recipe=loaded.recipe.model_copy(update={"evaluate": options_of(loaded, plugins)}))
+    return replace(loaded, recipe=loaded.recipe.model_copy(update={"evaluate": options_of(loaded.source, plugins)}))
 
 
 def _built(spec: EvaluatorSpec, options: BaseModel) -> Evaluator:
@@ -87,11 +87,11 @@ def _built(spec: EvaluatorSpec, options: BaseModel) -> Evaluator:
 
 def check_evaluators(
     settings: Options, plugins: Plugins, model: Any | None, tokenizer: Any | None, mistakes: Mistakes,
-    placed: Placed | None = None,
+    document: Node | None = None,
 ) -> None:  # fmt: skip
     """Let the evaluators refuse what they cannot measure, before text is read; collect what they say.
 
-    The model has no weights; it and the tokenizer may be None. Without `placed`, the document with the `evaluate`
+    The model has no weights; it and the tokenizer may be None. Without the document with the `evaluate`
     section, messages have no places.
     """
     for name, options in settings.items():
@@ -99,10 +99,10 @@ def check_evaluators(
         @contextmanager
         def at(*loc: Step, name: str = name) -> Any:
             with mistakes.collected():
-                if placed is None:
+                if document is None:
                     yield
                     return
-                with placed.at("evaluate", name, *loc):
+                with document.at("evaluate", name, *loc):
                     yield
 
         with at():

@@ -31,7 +31,7 @@ from compressx.models.streaming import open_model
 from compressx.plugins.kinds import EVALUATOR
 from compressx.plugins.manager import Plugins
 from compressx.prompts.selection import Selecting
-from compressx.recipe.document import Node, Placed, from_python, override, steps_of
+from compressx.recipe.document import from_python, override, steps_of
 from compressx.recipe.schema import load_recipe
 from compressx.recipe.sections import SelectTokens
 from compressx.recipe.sources import ModelField, ModelSource, datasets_in, long_form
@@ -80,17 +80,17 @@ def measures(
             told = f"{nearest(first, read)}it reads evaluate.KEY and select_tokens.KEY"
             raise RecipeError(f"--set {one_line(key):.80}: eval does not read it; {told}, and measures MODEL")
     if recipe is not None:
-        placed: Placed = (loaded := load_recipe(recipe, overrides))
+        loaded = load_recipe(recipe, overrides)
+        document = loaded.source
         selecting = loaded.recipe.select_tokens
         if loaded.recipe.evaluate is None:
             raise RecipeError(f"{recipe}: no evaluate section; add one, or omit --recipe")
     else:
-        root: Node = from_python({"evaluate": dict(_DEFAULT) if perplexity else {}}, "--set")
+        document = from_python({"evaluate": dict(_DEFAULT) if perplexity else {}}, "--set")
         for assignment in overrides:
-            root = override(root, assignment, long_form=long_form)
-        placed = Placed(root)
-        selecting = validated(_EvaluateOptions, root.plain(), root.where).select_tokens
-    settings, offered = options_of(placed, plugins), plugins.offers[EVALUATOR.key]
+            document = override(document, assignment, long_form=long_form)
+        selecting = validated(_EvaluateOptions, document.plain(), document.where).select_tokens
+    settings, offered = options_of(document, plugins), plugins.offers[EVALUATOR.key]
     if not settings:
         raise RecipeError(f"{recipe or '--set'}: evaluate is empty; give it {', '.join(offered)}, or several of them")
     reading = [name for name, spec in offered.items() if spec.prompts]
@@ -98,10 +98,10 @@ def measures(
         told = " or ".join(f"evaluate.{name}" for name in reading)
         raise RecipeError(f"--set select_tokens: nothing that is measured reads a prompt; give {told}")
     for place, dataset in datasets_in(settings, ("evaluate",)):
-        with placed.at(*place):
+        with document.at(*place):
             check_dataset(dataset)
     mistakes = Mistakes()
-    check_evaluators(settings, plugins, None, None, mistakes, placed)
+    check_evaluators(settings, plugins, None, None, mistakes, document)
     mistakes.raise_all()
     return settings, selecting
 

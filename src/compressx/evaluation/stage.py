@@ -24,7 +24,7 @@ class EvaluateDense(Stage):
     def check(self, state: RunState, plan: Plan | None, mistakes: Mistakes) -> None:  # noqa: ARG002 - of the model
         """Let the evaluators refuse what they cannot measure."""
         settings = state.recipe.evaluate or {}
-        check_evaluators(settings, state.plugins, state.skeleton, state.tokenizer, mistakes, state.loaded)
+        check_evaluators(settings, state.plugins, state.skeleton, state.tokenizer, mistakes, state.loaded.source)
 
     names = ("evaluate dense", "evaluate pruned", "evaluate finetuned")
 

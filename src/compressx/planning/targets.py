@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 
 from compressx.api.names import kind_of
 from compressx.models.architecture import Architecture
-from compressx.recipe.document import Placed, Step
+from compressx.recipe.document import Step
 from compressx.recipe.rules import Layers, Target, matches
 from compressx.recipe.schema import LoadedRecipe
 from compressx.runtime.errors import Mistakes, RecipeError, did_you_mean
@@ -83,7 +83,7 @@ def _able(loaded: LoadedRecipe, at: tuple[int, int], names: Sequence[str], able:
     )
 
 
-def targeted_by(loaded: Placed, place: Sequence[Step], target: Target, found: Architecture) -> list[str]:
+def targeted_by(loaded: LoadedRecipe, place: Sequence[Step], target: Target, found: Architecture) -> list[str]:
     """Return the linears that one target matches.
 
     Raises:
@@ -159,7 +159,7 @@ def _nothing_left(
 
 
 def _matching(
-    loaded: Placed, place: Sequence[Step], target: Target, found: Architecture, names: Iterable[str]
+    loaded: LoadedRecipe, place: Sequence[Step], target: Target, found: Architecture, names: Iterable[str]
 ) -> list[str]:
     """Return which of some names a target matches; `layers` match linears of the blocks only."""
     where = loaded.where(*place)

@@ -85,7 +85,10 @@ class Node:
         return [child.plain() for child in self.value] if isinstance(self.value, tuple) else self.value
 
     def where(self, *loc: Step) -> str:
-        """Return the place of the value at `loc`, or of the nearest enclosing one."""
+        """Return the place of a key or list item, such as `where("prune", 1, "options", "steps")`.
+
+        A key that is left out has the place of its parent; one set by `--set` has the place `--set a.b=c`.
+        """
         node = self
         for step in loc:
             if isinstance(node.value, Mapping) and step in node.value:
@@ -95,24 +98,6 @@ class Node:
             else:
                 break
         return node.place
-
-
-@dataclass(frozen=True)
-class Placed:
-    """What was read from a document.
-
-    Attributes:
-        source: the parsed document, with places.
-    """
-
-    source: Node
-
-    def where(self, *loc: Step) -> str:
-        """Return the place of a key or list item, such as `where("prune", 1, "options", "steps")`.
-
-        A key that the recipe leaves out has the place of its parent; one set by `--set` has the place `--set a.b=c`.
-        """
-        return self.source.where(*loc)
 
     @contextlib.contextmanager
     def at(self, *loc: Step) -> Iterator[None]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
@@ -14,7 +15,7 @@ from typing import Annotated, Any, TypeAlias
 from pydantic import BaseModel, BeforeValidator, Field, StrictBool
 from pydantic.errors import PydanticInvalidForJsonSchema
 
-from compressx.recipe.document import Node, Placed, Step, dump_yaml, from_python, override, put, read_yaml
+from compressx.recipe.document import Node, Step, dump_yaml, from_python, override, put, read_yaml
 from compressx.recipe.rules import Rule, Target
 from compressx.recipe.sections import AllocationField, Finetune, ReconstructBlock, SelectTokens
 from compressx.recipe.sources import Calibration, ComputeDtype, DatasetSource, Draw, ModelField, datasets_in, long_form
@@ -120,14 +121,24 @@ class Recipe(Strict):
 
 
 @dataclass(frozen=True)
-class LoadedRecipe(Placed):
+class LoadedRecipe:
     """A valid recipe and its source.
 
     Attributes:
+        source: the parsed document, with places.
         recipe: the recipe, with short forms expanded and defaults filled in.
     """
 
+    source: Node
     recipe: Recipe
+
+    def where(self, *loc: Step) -> str:
+        """Return the place of a key or list item, as `Node.where` does."""
+        return self.source.where(*loc)
+
+    def at(self, *loc: Step) -> AbstractContextManager[None]:
+        """Prefix the message of an error with the place of a key or list item."""
+        return self.source.at(*loc)
 
     def to_yaml(self) -> str:
         """Return the resolved recipe as YAML, which loads to an equal recipe."""

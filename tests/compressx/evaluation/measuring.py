@@ -7,14 +7,14 @@ from typing import Any
 
 from compressx.evaluation.evaluators import evaluate, options_of, read_evaluators
 from compressx.plugins.manager import load_plugins
-from compressx.recipe.document import Placed, from_python
+from compressx.recipe.document import from_python
 
 plugins = cache(load_plugins)
 
 
 def evaluators(**sections: Any) -> dict[str, Any]:
     """Return the options of each evaluator."""
-    return options_of(Placed(from_python({"evaluate": sections}, "<dict>")), plugins())
+    return options_of(from_python({"evaluate": sections}, "<dict>"), plugins())
 
 
 def read(settings: Any, tokenizer: Any, model: Any) -> Any:
