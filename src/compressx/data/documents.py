@@ -39,11 +39,7 @@ _PARQUET = "parquet files are read by {name: FOLDER}, the folder that they are i
 
 
 def matching(pattern: str, key: str) -> list[Path]:
-    """Return the files that match a path or glob, sorted.
-
-    Args:
-        pattern: relative to the working directory.
-        key: of the recipe: `text` or `json`.
+    """Return the files that match a path or glob, sorted; `key` is the recipe's.
 
     Raises:
         CalibrationError: no file matches, the pattern names a folder, or a file is of another kind by its name.
@@ -251,11 +247,7 @@ def documents(source: DatasetSource, purpose: Purpose) -> list[Document]:
 
 
 def texts(source: DatasetSource, purpose: Purpose) -> list[str]:
-    """Read the documents of a dataset that holds text.
-
-    Raises:
-        CalibrationError: as for `documents`, or it holds chats.
-    """
+    """Read the documents of a dataset; a `CalibrationError` refuses chats, too."""
     read = documents(source, purpose)
     if hold_chats(read):
         raise CalibrationError("the dataset holds chats; expected text, whose words and bytes are counted")

@@ -63,11 +63,7 @@ def _calls_backend(tokenizer: Any) -> bool:
 
 
 def beginning(tokenizer: Any, bos: Bos) -> int | None:
-    """Return the id of the BOS token that each window begins with, or None.
-
-    Args:
-        tokenizer: the model's.
-        bos: whether windows begin with BOS; `auto` means for Gemma only.
+    """Return the id of the BOS token that each window begins with, or None; `auto` means for Gemma only.
 
     Raises:
         CalibrationError: the tokenizer has no BOS token.
@@ -87,11 +83,7 @@ def read_calibration(draw: Draw, tokenizer: Any, generated: Generated | None = N
     """Read the calibration split of each source and draw its share of windows.
 
     Windows of several sources are shuffled together, so that every batch and whatever is held out has some of each.
-
-    Args:
-        draw: what to read and draw.
-        tokenizer: the model's.
-        generated: returns the model's own text; None if no source asks for it.
+    `generated` returns the model's own text.
 
     Returns:
         int64 [samples, sequence_length].
@@ -168,20 +160,9 @@ def calibration_windows(
 def evaluation_windows(
     ids: Tensor, samples: int | None, sequence_length: int, *, bos: int | None = None, max_positions: int | None = None
 ) -> Tensor:
-    """Return the first non-overlapping windows of text; an incomplete last one is dropped.
+    """Return the first non-overlapping windows of text, int64 [windows, sequence_length]; all are whole.
 
-    Args:
-        ids: int64 [tokens].
-        samples: number of windows; None for all.
-        sequence_length: tokens in a window, BOS included.
-        bos: as for `calibration_windows`.
-        max_positions: number of the model's positions, if known.
-
-    Returns:
-        int64 [windows, sequence_length].
-
-    Raises:
-        CalibrationError: fewer windows than samples, none at all, or a window longer than the model.
+    `samples` are the windows wanted, None for all; other arguments and errors are those of `calibration_windows`.
     """
     return _windows(ids, samples or 1, sequence_length, bos, max_positions, "evaluation")[:samples]
 

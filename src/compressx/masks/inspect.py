@@ -94,13 +94,9 @@ def sparsity_of(linears: Iterable[Inspected]) -> float:
 
 
 def pattern_of(zero: Tensor) -> str:
-    """Name the pattern of the zeros in a weight.
+    """Name the pattern of a weight's zeros, bool [out_features, in_features].
 
-    Args:
-        zero: bool [out_features, in_features], True = zero.
-
-    Returns:
-        `dense`, `2:4` (or another N:M), `50% row` if every row has the same number of zeros, else `50%`.
+    `dense`, `2:4` (or another N:M), `50% row` if every row has the same number of zeros, else `50%`.
     """
     rows, columns = zero.shape
     zeros = int(zero.sum())

@@ -36,13 +36,7 @@ class WriteBehind:
     def begin(
         self, fqn: str, path: Path, tensors: Callable[[], Mapping[str, Tensor]], then: Callable[[], None] | None = None
     ) -> None:
-        """Begin to write a block, after the one before is written.
-
-        Args:
-            fqn: the block's name.
-            path: the file.
-            tensors: returns what to write by name; copied to the host first if it is elsewhere.
-            then: called in the thread when the file is on disk.
+        """Begin to write what `tensors` returns, copied to the host; `then` is called in the thread when it is on disk.
 
         Raises:
             ArtifactError: the block before could not be written.

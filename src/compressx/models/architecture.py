@@ -57,10 +57,7 @@ class Architecture:
 
 
 def survey(model: nn.Module) -> Architecture:
-    """Find a model's decoder blocks, prunable linears, and every other module with a matrix.
-
-    Args:
-        model: a transformers causal language model, on any device, `meta` included.
+    """Find a model's decoder blocks, prunable linears, and every other module with a matrix; also on `meta`.
 
     Raises:
         UnsupportedModelError: no list of decoder blocks, or more than one, is found, or none of them has a linear.
@@ -129,10 +126,10 @@ def refuse_prepared(model: nn.Module, action: str = "saved", allowed: str = "") 
     Args:
         model: any module.
         action: the refused action, as a participle for the message.
-        allowed: name of a class of parametrizations or tensors that is accepted nevertheless.
+        allowed: name of a class of parametrizations or tensors that is accepted.
 
     Raises:
-        ArtifactError: the message says what its weights are, names a module, and says what to do.
+        ArtifactError: names what its weights are, and a module.
     """
     found = [(name, *why) for name, module in model.named_modules() if (why := _not_plain(module, allowed))]
     if found:

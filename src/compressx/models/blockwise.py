@@ -257,9 +257,7 @@ def _shared(value: Any, known: list[Tensor]) -> Any:
 def copy_shared_states(call: BlockCall, copies: dict[int, Any] | None = None) -> BlockCall:
     """Return a call with copies of its `shared_states`; the tensors there are the same.
 
-    Args:
-        call: of a block.
-        copies: by id of the original, so that several blocks' calls are given the same copy.
+    `copies` are those made already, by id of the original: several blocks' calls get the same copy.
     """
     made = {} if copies is None else copies
 
@@ -362,16 +360,9 @@ def capture(
 def each_block(
     access: Access, found: Architecture, calls: Mapping[str, Sequence[BlockCall]], names: Iterable[str] | None = None
 ) -> Iterator[tuple[Block, list[Run]]]:
-    """Yield the decoder blocks one after the other; each one's weights are loaded until the next iteration.
+    """Yield the decoder blocks `names` (None: all), and for each batch a function that runs them.
 
-    Args:
-        access: the model.
-        found: its blocks and linears.
-        calls: the arguments of each block, from `capture`.
-        names: blocks to yield, in this order; None for all.
-
-    Yields:
-        A block, and for each batch a function that runs it; inputs may be on any device.
+    Each one's weights are loaded until the next iteration. `calls` are the arguments of each block, from `capture`.
 
     Raises:
         ArtifactError: weights that cannot be read.

@@ -94,13 +94,7 @@ def check_ids(model: Any, ids: Tensor, tokenizer: Any | None = None, what: str =
 
 
 def check_room(model: Any, prompt: int, tokens: int, said_by: str) -> None:
-    """Check that a model can write so many tokens after a prompt of so many.
-
-    Args:
-        model: a transformers model.
-        prompt: tokens of the prompt.
-        tokens: to write at most.
-        said_by: the recipe's key or the command, for messages.
+    """Check that a model can write `tokens` after `prompt` others; `said_by` is the recipe's key or the command.
 
     Raises:
         UnsupportedModelError: a model that cannot generate.
@@ -124,8 +118,7 @@ def greedy(
 ) -> Tensor:  # fmt: skip
     """Write the likeliest token each time, until all prompts' texts end or `tokens` are written.
 
-    The model's own generation settings, such as a penalty for repetition, are not used, since they would hide what
-    pruning did.
+    The model's own generation settings are not used: a penalty for repetition would hide what pruning did.
 
     Args:
         model: a transformers causal language model in evaluation mode.

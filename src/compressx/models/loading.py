@@ -60,13 +60,7 @@ def load_empty(checkpoint: Checkpoint) -> Any:
 
 
 def build_empty(config: Any, dtype: torch.dtype | None, *, trust_remote_code: bool = False) -> Any:
-    """Build a model with parameters on the meta device and the same buffers as `from_pretrained`.
-
-    Args:
-        config: of the model.
-        dtype: of its parameters; the config's when None.
-        trust_remote_code: whether its code may come with the model.
-    """
+    """Build a model with parameters of `dtype` (None: the config's) on `meta`, and `from_pretrained`'s buffers."""
     from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
@@ -230,13 +224,7 @@ def untie_own_head(model: Any) -> None:
 
 
 def load_offloaded(checkpoint: Checkpoint, blocks: Iterable[str], device: torch.device, folder: Path) -> Any:
-    """Load a model with its decoder blocks on disk; accelerate reads a block whenever it is called.
-
-    Args:
-        checkpoint: with safetensors.
-        blocks: names of the decoder blocks.
-        device: for everything else, and for a block while it runs.
-        folder: for accelerate's files.
+    """Load a model with its decoder blocks on disk, in `folder`; accelerate reads a block whenever it is called.
 
     Raises:
         ArtifactError: the checkpoint cannot be read.

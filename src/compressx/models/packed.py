@@ -62,11 +62,7 @@ def mask_bytes(elements: int) -> int:
 
 
 def encode(elements: Elements, *, compress: bool) -> tuple[int, list[bytes]]:
-    """Leave the zeros out, if their mask takes less than they do, and compress what is left.
-
-    Args:
-        elements: [elements].
-        compress: whether streams are compressed, and elements stored byte by byte for it.
+    """Leave the zeros of elements [elements] out, if their mask takes less than they do, and compress what is left.
 
     Returns:
         The number of stored elements, and the streams.
@@ -97,7 +93,7 @@ def contents(lengths: Sequence[int], *, kept: int, elements: int, size: int) -> 
 
 
 def decode(data: bytes, lengths: Sequence[int], *, kept: int, elements: int, size: int) -> Elements:
-    """Return what `encode` was given.
+    """Return the [elements] that `encode` was given, of `size` bytes each.
 
     Args:
         data: the streams, one after the other.
@@ -105,9 +101,6 @@ def decode(data: bytes, lengths: Sequence[int], *, kept: int, elements: int, siz
         kept: number of stored elements.
         elements: number of elements of the piece.
         size: bytes of an element.
-
-    Returns:
-        [elements].
 
     Raises:
         ValueError: streams that `encode` did not return; says how.
@@ -289,12 +282,7 @@ def opened(path: Path) -> BinaryIO:
 
 
 def pieces_of(file: BinaryIO, start: int, tensor: TensorBytes) -> Iterator[Elements]:
-    """Yield the bytes of a tensor as integers, piece by piece.
-
-    Args:
-        file: the opened safetensors file.
-        start: the byte after its header.
-        tensor: one of the file.
+    """Yield the bytes of a tensor as integers, piece by piece; `start` is the byte after the file's header.
 
     Raises:
         ArtifactError: the file cannot be read.
@@ -467,12 +455,7 @@ class PackedFile:
 
 
 def pack_file(source: Path, target: Path, *, compress: bool = True) -> None:
-    """Write a safetensors file in packed form, atomically.
-
-    Args:
-        source: the safetensors file.
-        target: the packed file; its folder is created if missing.
-        compress: whether masks and exponents are compressed; else a tensor is its mask and its values.
+    """Write a safetensors file in packed form, atomically; if not `compress`, a tensor is its mask and its values.
 
     Raises:
         ArtifactError: the source cannot be read, or the target cannot be written.

@@ -84,12 +84,6 @@ def sizes_of(folder: Path) -> Sizes:
 def pack_folder(source: Path, output: Path, *, compress: bool = True, progress: Progress | None = None) -> Sizes:
     """Pack a model's folder, or an output folder with one. Weight files that an interrupted call finished are kept.
 
-    Args:
-        source: the folder.
-        output: the folder to create.
-        compress: as for `pack_file`.
-        progress: called before each weight file.
-
     Raises:
         ArtifactError: an existing output, a folder that is packed or holds no complete safetensors model, or files that
             cannot be read or written.

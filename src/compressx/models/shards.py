@@ -99,11 +99,6 @@ def check_files(folder: Path) -> list[str]:
 def find_shards(folder: Path, model: Any, blocks: Iterable[str]) -> Shards:
     """Assign the tensors of a local checkpoint to the blocks of a model, whose `unread` gets those that it has not.
 
-    Args:
-        folder: with `model.safetensors`, or several files and their index.
-        model: the transformers model, on any device, `meta` included.
-        blocks: fully qualified names of its decoder blocks.
-
     Raises:
         ArtifactError: files that are missing or cannot be read.
     """
@@ -133,7 +128,7 @@ def refuse_more_blocks(where: Path | str, names: Iterable[str], blocks: Collecti
     Args:
         where: the checkpoint.
         names: of its tensors, at least the unexpected ones, with the model's prefix or without.
-        blocks: fully qualified names of the model's decoder blocks.
+        blocks: of the model.
 
     Raises:
         ArtifactError: names a tensor of such a block.
@@ -151,13 +146,7 @@ def refuse_more_blocks(where: Path | str, names: Iterable[str], blocks: Collecti
 
 
 def load(model: Any, shards: Shards, fqn: str, device: torch.device | str = "cpu") -> None:
-    """Load the weights of one block (or outside the blocks) in the model's dtypes.
-
-    Args:
-        model: with unloaded parameters on the `meta` device.
-        shards: from `find_shards`.
-        fqn: the block's name, or `OUTSIDE`.
-        device: of the loaded weights.
+    """Load the weights of one block, or `OUTSIDE` the blocks, from `meta` to a device, in the model's dtypes.
 
     Raises:
         ArtifactError: a file that cannot be read, or tensors that do not fit the model.
@@ -194,11 +183,9 @@ def unload(module: nn.Module, names: Iterable[str]) -> None:
 
 
 def checkpoint_tensors(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Convert a model's tensors to the names and layout of its checkpoint, such as separate experts.
+    """Convert tensors by their state dict names to the names and layout of the checkpoint, such as separate experts.
 
-    Args:
-        model: the owner of the tensors.
-        tensors: by their state dict names; all that share a stored tensor must be included.
+    All that share a stored tensor must be included.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -247,13 +234,9 @@ def each(path: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def save_model(model: Any, tokenizer: Any | None, folder: Path, tensors: Mapping[str, Tensor] | None = None) -> None:
-    """Save a pruned model in transformers' format: dense safetensors with zeros, config, tokenizer.
+    """Save a pruned model, its masks squashed, in transformers' format: dense safetensors, config, tokenizer.
 
-    Args:
-        model: the transformers model, its masks squashed.
-        tokenizer: its tokenizer, or None.
-        folder: created if missing.
-        tensors: tensors to save, by their state dict names; None for all.
+    `tensors` are those to save, by their state dict names; None for all.
 
     Raises:
         ArtifactError: a prepared or quantized model, values that cannot be saved, or files that cannot be written.
@@ -296,11 +279,7 @@ def save_model(model: Any, tokenizer: Any | None, folder: Path, tensors: Mapping
 
 
 def join(folder: Path, parts: Sequence[Shards]) -> None:
-    """Link or copy further files into a checkpoint with one `model.safetensors`, and write their index.
-
-    Args:
-        folder: of the checkpoint; its `model.safetensors` becomes the last of several files.
-        parts: one file each, in order.
+    """Link or copy `parts`, one file each, before a checkpoint's one `model.safetensors`, and write their index.
 
     Raises:
         ArtifactError: files cannot be linked, copied or written.

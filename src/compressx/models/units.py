@@ -27,11 +27,7 @@ _UP = ("gate_proj", "up_proj", "gate_up_proj", "fc1", "fc_in", "c_fc", "dense_h_
 
 
 def find_units(kind: UnitKind, block: Block) -> list[Units]:
-    """Find the units of one kind in a block.
-
-    Args:
-        kind: which.
-        block: the block; its weights may be on the meta device.
+    """Find the units of one kind in a block; its weights may be on the meta device.
 
     Returns:
         One entry for each set of units that compete: of a mixture each expert's neurons compete by themselves.
@@ -132,15 +128,7 @@ _FINDERS: Mapping[UnitKind, Callable[[Block], list[Units]]] = {
 
 
 def router_of(block: Block, units: Units) -> tuple[str, nn.Module]:
-    """Find the router of a block's experts, beside them.
-
-    Args:
-        block: the block; its weights may be on the meta device.
-        units: its experts.
-
-    Returns:
-        Its fully qualified name, and the module. Its own tensors that have a row or an entry for each expert are found
-        by `rows_of`.
+    """Return name and module of the router of a block's experts; `rows_of` finds its rows. Weights may be on `meta`.
 
     Raises:
         UnsupportedModelError: none is found, or it does more, or less, than choose experts by their own scores.
@@ -174,13 +162,7 @@ def rows_of(router: nn.Module, count: int) -> dict[str, Tensor]:
 
 
 def leave_out(block: Block, units: Units, keep: Tensor) -> None:
-    """Let a block's router choose only among the experts that are kept, from now on.
-
-    Args:
-        block: the block.
-        units: its experts.
-        keep: bool [experts], True = keep.
-    """
+    """Let a block's router choose only among the experts that are kept, from now on; `keep` is bool [experts]."""
     router: Any = router_of(block, units)[1]
     reinstate(router)
     chosen = _Chosen(torch.nonzero(keep.cpu()).flatten(), units.count)

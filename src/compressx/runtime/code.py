@@ -33,11 +33,7 @@ def library_versions() -> dict[str, str]:
 
 
 def code_versions(*others: str) -> dict[str, str]:
-    """Return what decides a result beside its inputs: compressx with its code's digest, and versions of libraries.
-
-    Args:
-        others: libraries beside torch, transformers and NumPy.
-    """
+    """Return what decides a result: compressx's code, versions of torch, transformers, NumPy and others."""
     libraries = ("torch", "transformers", "numpy", *others)
     return {
         "compressx": f"{__version__}, code {code_digest('compressx')}",

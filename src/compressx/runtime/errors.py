@@ -134,8 +134,7 @@ _NO_MAIN_MEMORY = re.compile("DefaultCPUAllocator: (can't allocate|not enough) m
 def memory_named(where: str) -> Iterator[None]:
     """Turn what torch, numpy and Python raise when memory runs out into an `OutOfMemoryError`.
 
-    Args:
-        where: what did not fit, such as `statistics of model.layers.0`.
+    `where` says what did not fit, such as `statistics of model.layers.0`.
     """
     try:
         yield
