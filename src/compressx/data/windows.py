@@ -14,8 +14,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from compressx.data.chat import Document, hold_chats, rendered
-from compressx.data.documents import documents
+from compressx.data.documents import Document, documents, hold_chats, rendered
 from compressx.recipe.sources import Bos, DatasetSource, Draw, Generate
 from compressx.runtime.errors import CalibrationError
 

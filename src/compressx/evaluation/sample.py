@@ -10,7 +10,7 @@ from torch import Tensor
 
 from compressx.api.evaluator import At, EvaluatedModel, EvaluatorSpec, Figures
 from compressx.api.hooks import hookimpl
-from compressx.data.chat import rendered_one
+from compressx.data.documents import rendered_one
 from compressx.data.windows import fingerprint
 from compressx.models.blockwise import evaluation_mode
 from compressx.models.generate import check_ids, check_room, greedy, readable

@@ -13,8 +13,7 @@ from pydantic import conint, conlist
 from torch import Tensor
 
 from compressx.api.record import Arithmetic
-from compressx.data.chat import require_template
-from compressx.data.documents import UnreachableError, check_dataset
+from compressx.data.documents import UnreachableError, check_dataset, require_template
 from compressx.data.windows import Generated, fingerprint, read_calibration
 from compressx.evaluation.evaluators import read_evaluators
 from compressx.models.access import Access, config_fingerprint, weights_fingerprint

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from compressx.api.record import RunReport
-from compressx.data.chat import Document, checked_documents
+from compressx.data.documents import Document, checked_documents
 from compressx.data.windows import windows_of
 from compressx.evaluation.evaluators import with_evaluators
 from compressx.masks.adapters import has_adapters

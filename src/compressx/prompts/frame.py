@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compressx.data.chat import document, sound
+from compressx.data.documents import document, sound
 from compressx.runtime.errors import CalibrationError, one_line
 
 _TEXT = "\u2063text\u2063"  # stands for the long text while a chat template is applied; invisible separators

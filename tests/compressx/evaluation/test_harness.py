@@ -20,7 +20,7 @@ import torch
 from tests.compressx.cli.commands import printed, refused
 from tests.compressx.saved import save_tiny
 
-from compressx.data.chat import rendered
+from compressx.data.documents import rendered
 from compressx.evaluation.lm_eval import LmEval, check_tasks, check_tokenizer, run_tasks, task_index
 from compressx.models.access import InMemory
 from compressx.plugins.manager import load_plugins
