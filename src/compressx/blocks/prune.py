@@ -216,7 +216,7 @@ class _Pruning:
     ) -> tuple[tuple[LayerReport, ...], dict[str, MaskEntry], dict[str, Mapping[str, Tensor]]]:
         """Observe a block, decide masks and weights of its linears, and write them."""
         by_rule = self.plan.in_block(block.fqn)
-        asked = self.plan.asked(block.fqn)
+        asked = self.plan.decided_in(block.fqn)
         stats = gather(block, asked, self.pruners, observing, self.ranks, self.before)
         layers: dict[str, LayerReport] = {}
         keeps: dict[str, Tensor] = {}

@@ -177,7 +177,7 @@ def statistics_bytes(state: RunState) -> dict[str, int]:
 def _pruners(planned: Plan, fqn: str) -> Iterator[tuple[str, AnyPruner, str]]:
     """Yield the pruners of a block, each with its plugin's name and a linear that it is asked about."""
     built = planned.build()
-    for rule, patterns in planned.asked(fqn).items():
+    for rule, patterns in planned.decided_in(fqn).items():
         for spec, pruner in zip((rule.pruner, rule.reconstructor), built[rule], strict=True):
             if spec is not None and pruner is not None:
                 yield from ((spec.name, pruner, name) for name in patterns)
@@ -243,7 +243,7 @@ def _hold_finished_routers(state: RunState) -> None:
         if fqn in state.store.finished:
             masks = {name: entry.keep for name, entry in state.store.masks_of(fqn).items()}
             linears = {name: found.linears[name] for name in masks}
-            hold_routers(Block(index, fqn, module, linears, (), config), state.plan.asked(fqn), masks)
+            hold_routers(Block(index, fqn, module, linears, (), config), state.plan.decided_in(fqn), masks)
 
 
 def by_module(report: RunReport) -> Iterator[Section]:

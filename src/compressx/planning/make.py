@@ -283,7 +283,7 @@ def _check_blocks(
     failed: set[PlannedRule] = set()
     blocks = [Block(i, n, block, found.inside(n), (), config) for i, (n, block) in enumerate(found.blocks.items())]
     for block in (*blocks, Block(len(blocks), "", skeleton, dict(found.outside), (), config)):
-        asked = plan.asked(block.fqn)
+        asked = plan.decided_in(block.fqn)
         for rule, patterns in plan.in_block(block.fqn).items():
             if rule in failed:  # the other blocks would repeat the mistake
                 continue

@@ -205,7 +205,7 @@ class Plan:
                 by_rule.setdefault(linear.rule, {})[linear.name] = linear.pattern
         return by_rule
 
-    def asked(self, fqn: str) -> dict[PlannedRule, dict[str, Asked]]:
+    def decided_in(self, fqn: str) -> dict[PlannedRule, dict[str, Asked]]:
         """Return what `in_block` does without the rule that drops whole blocks, whose pruner decides no linear."""
         return {r: patterns for r, patterns in self.in_block(fqn).items() if self.depth is None or r != self.depth.rule}
 

@@ -43,7 +43,7 @@ def held(plan: Any, architecture: str) -> int:
     batches = tiny_tokens().split(2)
     states, calls = capture(access, found, batches)
     for block, runs in each_block(access, found, calls):
-        stats = gather(block, plan.asked(block.fqn), plan.build(), passes(runs, states))
+        stats = gather(block, plan.decided_in(block.fqn), plan.build(), passes(runs, states))
         distinct = {id(x): x.statistic for by_role in stats.values() for x in by_role.values()}.values()
         most = max(most, sum(x.nbytes for statistic in distinct for x, _ in statistic.tensors().values()))
     return most

@@ -1,12 +1,16 @@
-"""Plans of rules whose pattern is a unit: what they take, side by side, and what is refused before weights are read."""
+"""Plans of rules whose pattern is a unit, experts or whole blocks: what they take, and what is refused."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from tests.compressx.depths import planned
+from tests.compressx.depths import THIRD, planned
+from tests.compressx.mixtures import mixture
+from torch import nn
 
 from compressx import CompressxError, RecipeError, Structured, UnsupportedModelError
 from compressx.testing import tiny_model
@@ -143,3 +147,143 @@ def test_an_allocation_does_not_go_with_units():
     open_rule = {key: value for key, value in rule().items() if key != "sparsity"}
     said = refusal(RecipeError, open_rule, allocation={"method": "owl", "target": 0.5})
     assert "allocation chooses no sparsities of neurons at <dict>:prune[0].pattern; drop allocation" in said
+
+
+# --- experts
+
+HALF = {"targets": ["*"], "pruner": "reap", "pattern": "experts", "sparsity": 0.5}
+
+
+def test_the_experts_of_each_mixture_compete_and_nothing_else_is_taken():
+    plan = planned(mixture("qwen3-moe-dense-block"), HALF, shrink=True)
+    assert {x.block for x in plan.linears} == {"model.layers.0", "model.layers.2"}
+    assert {x.name.split(".")[-2] for x in plan.linears} == {"gate_up_proj", "down_proj"}
+    assert plan.needs_calibration
+
+
+def routed_by(gate: nn.Module) -> Any:
+    model = mixture("mixtral")
+    model.model.layers[0].mlp.gate = gate
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "rule", "said"),
+    [
+        (
+            lambda: mixture("mixtral"),
+            {**HALF, "sparsity": 0.75},
+            r"prune\[0\]\.sparsity: sparsity 0\.75 keeps 1 of the 4 experts of model\.layers\.0\.mlp\.experts, but the "
+            r"router chooses 2 for each token; at most 0\.5 leaves",
+        ),
+        (
+            lambda: mixture("deepseek-v3", n_group=2),
+            HALF,
+            r"prune\[0\]\.pattern: model\.layers\.1\.mlp\.gate chooses among 2 groups of experts",
+        ),
+        (
+            lambda: routed_by(nn.Linear(64, 4, bias=False)),
+            HALF,
+            r"model\.layers\.0\.mlp\.gate is a linear, and MixtralSparseMoeBlock chooses",
+        ),
+        (
+            lambda: routed_by(nn.Identity()),
+            HALF,
+            r"model\.layers\.0\.mlp: expected one router with a row for each of the 4 experts",
+        ),
+        (skeleton, HALF, r"prune\[0\]\.pattern: no block has experts"),
+        (lambda: mixture("mixtral"), {**HALF, "pruner": "wanda"}, "wanda does not prune experts"),
+        (
+            lambda: mixture("mixtral"),
+            {k: v for k, v in HALF.items() if k != "pattern"},
+            "reap prunes whole units only; give it a pattern: experts",
+        ),
+    ],
+)
+def test_experts_that_cannot_be_dropped_are_refused(model: Callable[[], Any], rule: dict[str, Any], said: str) -> None:
+    with pytest.raises(CompressxError, match=said):
+        planned(model(), rule, shrink=True)
+
+
+def test_experts_that_would_stay_on_disk_are_refused():
+    with pytest.raises(CompressxError, match=r"prune\[0\]\.pattern: experts go with shrink: true only"):
+        planned(mixture("mixtral"), HALF)
+
+
+# --- whole blocks
+
+LONGER = {"dataset": {"text": "t.txt"}, "samples": 8, "sequence_length": 32, "batch_size": 4}
+
+
+def test_all_linears_of_the_blocks_are_planned_and_calibration_is_needed():
+    plan = planned(skeleton())
+    assert plan.depth is not None
+    assert plan.depth.blocks == tuple(f"model.layers.{i}" for i in range(3))
+    assert plan.depth.pattern.dropped == 1
+    assert {x.rule for x in plan.linears} == {plan.depth.rule}
+    assert len(plan.linears) == 21
+    assert plan.needs_calibration
+    assert plan.decided_in("model.layers.0") == {}
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_other_rules_take_their_linears_whether_they_stand_before_or_after(first):
+    half = {"targets": ["*.down_proj"], "pruner": "wanda", "sparsity": 0.5}
+    plan = planned(skeleton(), *([half, THIRD] if first else [THIRD, half]))
+    taken = {x.name.split(".")[-1]: x.rule.label for x in plan.linears}
+    assert {kind for kind, pruner in taken.items() if pruner == "wanda"} == {"down_proj"}
+    scored = plan.scored({f"model.layers.{i}": float(i != 1) for i in range(3)})
+    assert scored.dropped == ("model.layers.1",)
+    downs = {x.block: x.rule.label for x in scored.linears if x.name.endswith("down_proj")}
+    assert downs == {"model.layers.0": "wanda", "model.layers.1": "shortgpt", "model.layers.2": "wanda"}
+
+
+def test_the_plan_as_data_says_which_blocks_go_once_they_are_scored():
+    plan = planned(skeleton())
+    assert plan.to_dict()["blocks"] == {
+        "pruner": "shortgpt", "pattern": "34% of blocks", "count": 1, "dropped": [], "scores": {},
+    }  # fmt: skip
+    scores = {f"model.layers.{i}": float(i) for i in range(3)}
+    told = plan.scored(scored := scores).to_dict()["blocks"]
+    assert (told["dropped"], told["scores"]) == (["model.layers.0"], scored)
+
+
+def test_no_text_is_run_through_blocks_that_are_scored_if_nothing_else_is_decided():
+    scores = {f"model.layers.{i}": float(i) for i in range(3)}
+    half = {"targets": ["*.down_proj"], "pruner": "wanda", "sparsity": 0.5}
+    assert not planned(skeleton()).scored(scores).needs_calibration
+    assert planned(skeleton(), half, THIRD).scored(scores).needs_calibration
+    assert planned(skeleton(), reconstruct_block={"passes": 1}, calibration=LONGER).scored(scores).needs_calibration
+
+
+@pytest.mark.parametrize(
+    ("rule", "said"),
+    [
+        (
+            {**THIRD, "sparsity": 0.1},
+            r"prune\[0\]\.sparsity: sparsity 0\.1 drops none of the 3 blocks of model",
+        ),
+        ({**THIRD, "sparsity": 0.9}, r"sparsity 0\.9 keeps none of the 3 blocks of model\.layers; at most 0\.666667"),
+        (
+            {**THIRD, "targets": ["*.q_proj", {"layers": "1-2"}]},
+            r"prune\[0\]\.targets: blocks go whole, but model\.layers\.0\.self_attn\.q_proj is a target of prune\[0\] "
+            r"and model\.layers\.0\.self_attn\.k_proj is not; name blocks by layers",
+        ),
+        ({**THIRD, "reconstruct": "sparsegpt"}, r"prune\[0\]\.reconstruct: a block that goes has no weights left"),
+        ({**THIRD, "pruner": "wanda"}, r"prune\[0\]\.pattern: wanda does not prune blocks; it prunes neurons"),
+        ({"targets": ["*"], "pruner": "shortgpt", "sparsity": 0.5}, r"prune\[0\].*: shortgpt prunes whole units only"),
+        ({**THIRD, "targets": ["lm_head"]}, r"matches lm_head, which belong to no blocks"),
+        ({k: v for k, v in THIRD.items() if k != "sparsity"}, "blocks needs sparsity"),
+    ],
+)
+def test_what_cannot_be_dropped_is_refused_with_its_place(rule, said):
+    assert re.search(said, refusal(CompressxError, rule))
+
+
+def test_two_rules_that_drop_blocks_are_refused():
+    rules = [{**THIRD, "targets": [{"layers": layer}]} for layer in ("0-1", 2)]
+    assert re.search(r"prune\[1\]\.pattern: blocks are dropped by prune\[0\] already", refusal(CompressxError, *rules))
+
+
+def test_calibration_text_is_asked_for():
+    assert "calibration" in refusal(CompressxError, calibration=None)
