@@ -18,12 +18,6 @@ def relative_errors_reference(output: torch.Tensor, target: torch.Tensor, channe
     return torch.stack(errors).view(target.shape[:-1])
 
 
-def plain_error(output: torch.Tensor, target: torch.Tensor) -> float:
-    """Return the mean error over tokens of channels that all weigh one."""
-    alike = torch.ones(target.shape[-1], dtype=torch.float64)
-    return float(relative_errors_reference(output, target, alike).mean())
-
-
 def mean_error(output: torch.Tensor, target: torch.Tensor, of: torch.Tensor | None = None) -> float:
     """Return the mean error over tokens; channels weigh what they do in `of`, or in the target."""
     channels = channel_weights_reference(target if of is None else of)

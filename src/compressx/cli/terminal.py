@@ -32,9 +32,7 @@ def _console(*, stderr: bool = False) -> Console:
 def progress(*, quiet: bool = False, verbose: bool = False) -> Iterator[Tell]:
     """Show the stages of a run on standard error: a bar each on a terminal, else the lines of its log.
 
-    Args:
-        quiet: show warnings only.
-        verbose: show the lines on a terminal, too, and everywhere those with details.
+    `quiet` shows warnings only; `verbose` the lines on a terminal, too, and everywhere those with details.
     """
     console = Console(stderr=True)
     columns = (TextColumn("{task.description:16}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),

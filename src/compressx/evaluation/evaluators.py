@@ -184,19 +184,10 @@ def evaluate(
     access: Access, tokenizer: Any, evaluators: Sequence[ReadyEvaluator], *, selecting: Selecting | None = None,
     progress: Progress | None = None, fingerprint: str | None = None,
 ) -> Figures:  # fmt: skip
-    """Measure a model by every evaluator of a recipe.
+    """Measure a model by every evaluator of a recipe, and return the figures by name; nothing of it is changed.
 
-    Args:
-        access: a transformers causal language model.
-        tokenizer: its tokenizer; neither is changed.
-        evaluators: what `read_evaluators` returned.
-        selecting: how prompts are shortened.
-        progress: called with the steps that an evaluator has done and their total.
-        fingerprint: of the model's weights, to take figures of the same model, text, code and library versions from
-            the cache; None to measure in any case.
-
-    Returns:
-        The figures by name.
+    With the `fingerprint` of the model's weights, figures of the same model, text, code and library versions are taken
+    from the cache. `progress` is called with the steps that an evaluator has done and their total.
 
     Raises:
         CalibrationError: a metric that is not finite, or a dataset that cannot be fetched.

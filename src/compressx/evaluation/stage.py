@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 from textwrap import shorten
-from typing import Literal
+from typing import Literal, cast
 
 from compressx.api.record import RunReport
 from compressx.evaluation.evaluators import check_evaluators, evaluate
+from compressx.models.access import Access
 from compressx.models.streaming import StreamedModel, open_streamed
 from compressx.planning.plan import Plan
 from compressx.prompts.selection import selecting_of
@@ -37,14 +38,8 @@ class EvaluateDense(Stage):
         """Measure."""
         if not state.evaluators:
             return
-        state.report_progress("evaluate dense", 0, 1)
         with state.loaded.at("evaluate"):
-            figures = evaluate(
-                state.access, state.tokenizer, state.evaluators, selecting=selecting_of(state),
-                progress=partial(state.report_progress, "evaluate dense"), fingerprint=state.inputs.get("model"),
-            )  # fmt: skip
-        state.report_figures("dense", figures)
-        state.evaluation["dense"] = figures
+            _measure(state, "dense", state.access, state.inputs.get("model"))
 
     def sections(self, report: RunReport) -> Iterator[Section]:
         """Yield what was measured of all models."""
@@ -65,18 +60,23 @@ class EvaluatePruned(Stage):
         tunes = state.recipe.finetune is not None
         if not state.evaluators or not state.plan.linears or not (tunes or self.saved):
             return
-        name: Literal["pruned", "finetuned"] = "finetuned" if tunes and self.saved else "pruned"
         access = state.access
         if self.saved and state.checkpoint is not None and state.folder and isinstance(access, StreamedModel):
             access = open_streamed(state.checkpoint.at(state.folder / "model"), access.device)
-        stage: StageName = "evaluate finetuned" if name == "finetuned" else "evaluate pruned"
-        state.report_progress(stage, 0, 1)
-        figures = evaluate(
-            access, state.tokenizer, state.evaluators, selecting=selecting_of(state),
-            progress=partial(state.report_progress, stage),
-        )  # fmt: skip
-        state.report_figures(name, figures)
-        state.evaluation[name] = figures
+        _measure(state, "finetuned" if tunes and self.saved else "pruned", access)
+
+
+def _measure(
+    state: RunState, of: Literal["dense", "pruned", "finetuned"], access: Access, fingerprint: str | None = None
+) -> None:
+    progress = partial(state.report_progress, cast("StageName", f"evaluate {of}"))
+    progress(0, 1)
+    figures = evaluate(
+        access, state.tokenizer, state.evaluators, selecting=selecting_of(state), progress=progress,
+        fingerprint=fingerprint,
+    )  # fmt: skip
+    state.report_figures(of, figures)
+    state.evaluation[of] = figures
 
 
 def _needles(report: RunReport) -> Iterator[Section]:

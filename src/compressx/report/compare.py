@@ -162,10 +162,7 @@ class Comparison:
 
 
 def compare(folders: Sequence[Path]) -> Comparison:
-    """Read the reports of several runs.
-
-    Args:
-        folders: output folders, or `report.json` files.
+    """Read the reports of several runs, given by output folders or `report.json` files.
 
     Raises:
         ArtifactError: a folder without a report, or one that this version cannot read.

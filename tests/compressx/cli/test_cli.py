@@ -196,26 +196,6 @@ def test_a_run_writes_the_report_of_the_schema(finished):
     assert "| token_perplexity |" in Path("out/report.md").read_text()
 
 
-CURVES = """
-import compressx
-from pydantic import BaseModel
-
-class NoOptions(BaseModel): pass
-
-class Learn:
-    def __init__(self, options): pass
-    def observe(self, block, name): return None
-    def prune(self, block, patterns, stats):
-        history = {"loss": [0.04 / (1 + i) for i in range(61)], "lr": [0.5, 0.25]}
-        masks = compressx.keep_masks({n: block.linears[n].weight.abs() for n in patterns}, patterns)
-        return {n: compressx.PruneResult(keep, history=history) for n, keep in masks.items()}
-
-@compressx.hookimpl
-def compressx_pruners():
-    return [compressx.PrunerSpec("learn", "for a test", NoOptions, Learn)]
-"""
-
-
 @pytest.mark.slow
 def test_quiet_prints_nothing(work, capfd: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as ended:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import gguf
 import pytest
@@ -21,17 +19,6 @@ from compressx.recipe.sources import ModelSource
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Checkpoint:
     return find_checkpoint(ModelSource(path=write_gguf(tmp_path / "tiny.gguf")))
-
-
-def counting(counts: Counter[str], name: str, made: Any) -> Any:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        counts[name] += 1
-        result = made(*args, **kwargs)
-        if name == "dequantize" and args[1].name != "F32":
-            counts["dequantized"] += result.size
-        return result
-
-    return call
 
 
 def test_the_weights_are_those_of_the_file_and_not_of_its_namesake_in_the_working_directory(

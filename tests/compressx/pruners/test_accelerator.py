@@ -33,8 +33,6 @@ ON = {
 QUICK = {"magnitude", "wanda"}
 """Pruners that fast tests try on both."""
 
-SHORTER = {"alps": {"steps": 30}}
-
 
 def patterns(subject: Subject, share: int, of: int) -> list[Claim]:
     """Return every group and kind of units at half, and N:M; of an architecture its share of them."""
@@ -57,7 +55,7 @@ def test_every_pruner_and_architecture_is_tried():
     ],
 )
 def test_masks_and_weights_are_those_of_the_cpu_for_every_pattern(name, kind):
-    subject = Subject(BUILT_IN[name], BUILT_IN[name].options(**SHORTER.get(name, {})), kind)
+    subject = Subject(BUILT_IN[name], BUILT_IN[name].options(), kind)
     tried = patterns(subject, ON[name].index(kind), len(ON[name]))
     scene = subject.scene()
     stats, kept = subject.statistics(scene), {}
