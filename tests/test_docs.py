@@ -40,6 +40,7 @@ from compressx.plugins.manager import load_plugins
 from compressx.recipe.schema import Recipe, load_recipe
 from compressx.recipe.sections import (
     AttentionAware,
+    Calibration,
     DivergenceAllocation,
     Finetune,
     Lora,
@@ -47,7 +48,6 @@ from compressx.recipe.sections import (
     Protect,
     ReconstructBlock,
 )
-from compressx.recipe.sources import Calibration
 
 _ROOT = Path(__file__).parents[1]
 _README = (_ROOT / "README.md").read_text(encoding="utf-8")

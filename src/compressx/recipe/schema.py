@@ -17,8 +17,8 @@ from pydantic.errors import PydanticInvalidForJsonSchema
 
 from compressx.recipe.document import Node, Step, dump_yaml, from_python, override, put, read_yaml
 from compressx.recipe.rules import Rule, Target
-from compressx.recipe.sections import AllocationField, Finetune, ReconstructBlock, SelectTokens
-from compressx.recipe.sources import Calibration, ComputeDtype, DatasetSource, Draw, ModelField, datasets_in, long_form
+from compressx.recipe.sections import AllocationField, Calibration, Finetune, ReconstructBlock, SelectTokens
+from compressx.recipe.sources import ComputeDtype, DatasetSource, Draw, ModelField, datasets_in, long_form
 from compressx.recipe.validation import Strict, validated
 from compressx.runtime.errors import RecipeError
 

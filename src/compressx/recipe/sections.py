@@ -1,4 +1,4 @@
-"""The recipe's sections `allocation`, `select_tokens`, `reconstruct_block` and `finetune`."""
+"""The recipe's sections `calibration`, `allocation`, `select_tokens`, `reconstruct_block` and `finetune`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import (
     BeforeValidator,
+    ByteSize,
     Field,
     PlainValidator,
     StrictBool,
@@ -22,6 +23,40 @@ from compressx.recipe.document import shown
 from compressx.recipe.sources import Bos, DatasetField, DatasetsField, Draw, ModelSource, weighted
 from compressx.recipe.validation import Strict, conflict
 from compressx.runtime.errors import did_you_mean
+
+SizeField = Annotated[ByteSize, Field(ge=1000), WithJsonSchema({"type": ["string", "integer"]})]
+
+
+class Calibration(Strict):
+    """The text whose activations guide pruning."""
+
+    dataset: DatasetField | None = Field(None, description="the text; exactly one of `dataset`, `datasets`")
+    datasets: DatasetsField | None = Field(None, description="several sources of text, mixed by their weights")
+    samples: StrictInt = Field(128, ge=1, description="windows drawn")
+    sequence_length: StrictInt = Field(2048, ge=2, description="tokens in a window")
+    bos: Bos = Field("auto", description="begin each window with the tokenizer's BOS token; auto: for Gemma only")
+    seed: StrictInt = Field(0, ge=0, lt=2**63, description="seed of the draw")
+    batch_size: StrictInt = Field(
+        4, ge=1, description="windows per forward pass; with reconstruct_block it affects the result"
+    )
+    memory_limit: SizeField | None = Field(
+        None,
+        description="size, such as 4GB, above which hidden states (and the gradients of an allocation) are kept in "
+        "files beside the output; null keeps them in memory",
+    )
+
+    @model_validator(mode="after")
+    def _some_text(self) -> Calibration:
+        if not weighted(self.dataset, self.datasets):
+            raise conflict("give dataset, or datasets for several", [])
+        return self
+
+    @property
+    def draw(self) -> Draw:
+        """The draw of the windows."""
+        sources = weighted(self.dataset, self.datasets)
+        return Draw(sources, self.samples, self.sequence_length, self.seed, self.bos)
+
 
 Sharing: TypeAlias = Literal["block", "rule"]
 """What gets one sparsity: a decoder block, or the linears of one rule in it."""

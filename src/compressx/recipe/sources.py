@@ -1,4 +1,4 @@
-"""Where a recipe's model and text come from, and its `calibration` section."""
+"""Where a recipe's model and text come from."""
 
 from __future__ import annotations
 
@@ -10,12 +10,10 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import (
     BaseModel,
     BeforeValidator,
-    ByteSize,
     Field,
     StrictBool,
     StrictFloat,
     StrictInt,
-    WithJsonSchema,
     model_validator,
 )
 
@@ -212,35 +210,3 @@ WeightedField = Annotated[
     WeightedSource, BeforeValidator(_dataset_from_text, json_schema_input_type=str | WeightedSource)
 ]
 DatasetsField = Annotated[list[WeightedField], Field(min_length=1, examples=[[{"name": "c4", "weight": 0.7}]])]
-SizeField = Annotated[ByteSize, Field(ge=1000), WithJsonSchema({"type": ["string", "integer"]})]
-
-
-class Calibration(Strict):
-    """The text whose activations guide pruning."""
-
-    dataset: DatasetField | None = Field(None, description="the text; exactly one of `dataset`, `datasets`")
-    datasets: DatasetsField | None = Field(None, description="several sources of text, mixed by their weights")
-    samples: StrictInt = Field(128, ge=1, description="windows drawn")
-    sequence_length: StrictInt = Field(2048, ge=2, description="tokens in a window")
-    bos: Bos = Field("auto", description="begin each window with the tokenizer's BOS token; auto: for Gemma only")
-    seed: StrictInt = Field(0, ge=0, lt=2**63, description="seed of the draw")
-    batch_size: StrictInt = Field(
-        4, ge=1, description="windows per forward pass; with reconstruct_block it affects the result"
-    )
-    memory_limit: SizeField | None = Field(
-        None,
-        description="size, such as 4GB, above which hidden states (and the gradients of an allocation) are kept in "
-        "files beside the output; null keeps them in memory",
-    )
-
-    @model_validator(mode="after")
-    def _some_text(self) -> Calibration:
-        if not weighted(self.dataset, self.datasets):
-            raise conflict("give dataset, or datasets for several", [])
-        return self
-
-    @property
-    def draw(self) -> Draw:
-        """The draw of the windows."""
-        sources = weighted(self.dataset, self.datasets)
-        return Draw(sources, self.samples, self.sequence_length, self.seed, self.bos)

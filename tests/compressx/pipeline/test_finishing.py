@@ -18,7 +18,7 @@ from compressx.data.windows import read_calibration
 from compressx.masks.maskset import MaskSet
 from compressx.models import streaming
 from compressx.pipeline.run import plan, run
-from compressx.recipe.sources import Calibration
+from compressx.recipe.sections import Calibration
 from compressx.runtime.errors import ArtifactError, CalibrationError, RecipeError, UnsupportedModelError
 
 TUNED = {"steps": 6, "learning_rate": 1e-3, "batch_size": 2}
