@@ -55,33 +55,16 @@ MORE_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 SEPARATE = ("llama", "llama-mha", "llama-mqa", "mistral", "qwen2", "qwen3", "gemma3", "opt")
 FUSED = ("gpt2", "gpt-neox", "phi3")
 CHECKED = (
-    *SEPARATE,
-    *("gemma2", "llama-theta", "llama-3", "llama-yarn", "phi", "stablelm", "olmo2", "cohere", "glm"),
-    *(
-        "gptj",
-        "smollm3",
-        "exaone4",
-        "cohere2",
-        "olmoe",
-        "granite",
-        "gemma4-own-keys",
-        "hunyuan",
-        "qwen2-moe",
-        "gpt-oss",
-        "granite-swa",
-        "qwen3-next",
-        "qwen3.5",
-        "afmoe",
-    ),
-)
+    *SEPARATE, "gemma2", "llama-theta", "llama-3", "llama-yarn", "phi", "stablelm", "olmo2", "cohere", "glm", "gptj",
+    "smollm3", "exaone4", "cohere2", "olmoe", "granite", "gemma4-own-keys", "hunyuan", "qwen2-moe", "gpt-oss",
+    "granite-swa", "qwen3-next", "qwen3.5", "afmoe",
+)  # fmt: skip
 """Separate query and key projections, and supported."""
 BESIDE = ("gpt-oss", "qwen3-next", "qwen3.5", "afmoe")
 """Of these: sinks beside the scores, and gates beside the queries or by themselves."""
 CHECKED_FUSED = (
-    *FUSED,
-    *("falcon", "falcon-grouped", "falcon-multi-head"),
-    *("bigcode-multi-query", "bigcode-multi-head", "persimmon"),
-)
+    *FUSED, "falcon", "falcon-grouped", "falcon-multi-head", "bigcode-multi-query", "bigcode-multi-head", "persimmon"
+)  # fmt: skip
 """Query, key and value in one weight, and supported."""
 EVERY = (*CHECKED, *CHECKED_FUSED)
 

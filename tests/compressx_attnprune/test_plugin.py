@@ -1,8 +1,10 @@
-"""The pruner as the host sees it: its options, what it tells, the text it uses, and what it refuses."""
+"""The pruner as the host sees it: options, reports, text, budgets of separate and fused weights, refusals."""
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -11,22 +13,41 @@ from pydantic import ValidationError
 from tests.compressx_attnprune import blocks
 from tests.compressx_attnprune.pruning import (
     HALF,
+    HELD_OUT,
     MODES,
     OBJECTIVES,
+    PATTERNS,
     SEQUENCES,
     SPEC,
     asked,
     assert_as_asked,
+    few_steps,
+    given_masks,
     observed,
     prune,
 )
 from tests.pairs import pairs
 from torch import Tensor
 
-from compressx import NM, CalibrationError, Hessian, Pattern, SequenceSample, Unstructured
+from compressx import (
+    NM,
+    CalibrationError,
+    FixedMask,
+    Hessian,
+    Pattern,
+    Projections,
+    RecipeError,
+    Rows,
+    SequenceSample,
+    Unstructured,
+    count_dropped,
+)
+from compressx.api.patterns import sparsity_of
+from compressx.api.pruner import Block, Linear
 from compressx.blocks.observe import Observed
-from compressx.numerics.obs import NotPositiveDefiniteError
-from compressx.runtime.errors import RecipeError
+from compressx.blocks.select import write
+from compressx.numerics.obs import NotPositiveDefiniteError, inverse_cholesky, sweep
+from compressx.testing import tiny_tokens
 from compressx_attnprune import baselines, layer, plugin, solver
 from compressx_attnprune.attention import attention_matrices, queries_and_keys
 from compressx_attnprune.losses import Loss, MatrixLoss, OutputLoss
@@ -35,9 +56,20 @@ from compressx_attnprune.training import Candidate
 each_mode = pytest.mark.parametrize("mode", MODES)
 
 
-@pytest.fixture(scope="module")
+@cache
+def of(architecture: str) -> blocks.Recorded:
+    """Record a block of a tiny model once for all tests that only read it."""
+    return blocks.record(architecture, sequences=SEQUENCES)
+
+
+@pytest.fixture
 def llama() -> blocks.Recorded:
-    return blocks.record("llama", sequences=SEQUENCES)
+    return of("llama")
+
+
+@pytest.fixture
+def recorded(architecture: str) -> blocks.Recorded:
+    return of(architecture)
 
 
 # --- what a recipe can say
@@ -237,3 +269,194 @@ def test_activations_without_a_usable_hessian_name_the_layer(architecture: str, 
     monkeypatch.setattr(baselines, "inverse_cholesky", fail)
     with pytest.raises(CalibrationError, match=rf"{blocks.targets(recorded.block)[0]}: no factor"):
         prune(recorded, HALF)
+
+
+# --- budgets
+
+
+@pytest.mark.parametrize(
+    ("architecture", "mode", "pattern"), pairs(["llama", "qwen3-next", *blocks.FUSED], MODES, PATTERNS), ids=str
+)
+def test_budgets_are_exact_in_separate_and_in_fused_weights(recorded: Any, mode: str, pattern: Pattern):
+    patterns = dict.fromkeys(blocks.targets(recorded.block), pattern)
+    results = prune(recorded, patterns, mode=mode, refit=2)
+    assert_as_asked(recorded.block, patterns, results)
+    if layer.find_projections(recorded.block).gate is None:  # gates have a share of their own, half of the weight
+        shares = [sparsity_of(result.keep) for result in results.values()]
+        compete = len(shares) == 2 and pattern == Unstructured(0.637, "joint")
+        assert (max(shares) - min(shares) > 0.005) == compete
+
+
+@pytest.mark.parametrize("group", ["joint", "layer"])
+def test_any_count_of_zeros_in_a_fused_weight_is_met_whatever_its_shape(group: Any):
+    """192 of 1152 rows are values: a sixth of a count is often half a weight, which no product may round both ways."""
+    outputs, inputs, values = 1152, 960, 192
+    linear = Linear("qkv_proj", torch.nn.Linear(inputs, outputs, device="meta"))
+    sides = torch.arange(outputs).split([outputs - 2 * values, values, values])
+    projections = Projections(*(Rows(linear, index) for index in sides), output=linear)
+    for count in range(3, outputs * inputs, 6 * 301):
+        pattern = Unstructured(count / (outputs * inputs), group)
+        budget = plugin._budget(projections, {"qkv_proj": pattern})
+        of_values = plugin._of_others(pattern, projections.value)
+        assert budget.query == budget.key
+        of_rest = count_dropped(budget.query.sparsity, (outputs - values) * inputs)
+        assert of_rest + count_dropped(of_values.sparsity, inputs * values) == count  # as `sweep` rounds
+
+
+@pytest.mark.parametrize(
+    ("architecture", "chosen_as"),
+    [("llama", Unstructured(0.5, "row")), ("gpt2", Unstructured(0.3, "layer")), ("phi3", NM(2, 4))],
+    ids=str,
+)
+def test_given_masks_are_kept_and_their_survivors_reconstructed(recorded: blocks.Recorded, chosen_as: Any):
+    patterns = given_masks(recorded.block, chosen_as)
+    for mode in MODES:
+        results = prune(recorded, patterns, mode=mode)
+        assert_as_asked(recorded.block, patterns, results)
+        info = next(iter(results.values())).info
+        assert info["output_error"] <= min(info["output_error.wanda"], info["output_error.sparsegpt"])
+
+
+# --- fused weights
+
+
+@pytest.mark.parametrize(
+    ("architecture", "pattern"),
+    [
+        *zip(["gpt2", "phi3", "gpt-neox", "gpt2", "phi3"], [*PATTERNS, "given"], strict=True),
+        *(("qwen3-next", pattern) for pattern in [*PATTERNS, "given"]),
+    ],
+    ids=str,
+)
+def test_value_and_gate_rows_are_pruned_by_sparsegpt(recorded: blocks.Recorded, pattern: Any):
+    found = layer.find_projections(recorded.block)
+    rows = found.gate or found.value
+    name = rows.name
+    asked_for = dict.fromkeys(blocks.targets(recorded.block), pattern)
+    patterns = given_masks(recorded.block, Unstructured(0.5, "row")) if pattern == "given" else asked_for
+    result = prune(recorded, patterns)[name]
+    hessian = Hessian(64)
+    hessian.update(recorded.x[:-HELD_OUT])
+    factor, _ = inverse_cholesky(hessian.matrix.float())
+    asked = patterns[name]
+    if isinstance(asked, FixedMask):
+        asked = FixedMask(asked.keep[rows.index], asked.chosen_as)
+    keep, weight = sweep(rows.weight, factor, Unstructured(0.637, "layer") if pattern == PATTERNS[0] else asked)
+    assert torch.equal(result.keep[rows.index], keep)
+    torch.testing.assert_close(result.weight[rows.index], weight, rtol=1e-4, atol=1e-5)
+    assert (result.weight[rows.index] - rows.weight * keep).norm() > 0.1  # the survivors make up for the dropped
+
+
+@pytest.mark.parametrize("architecture", ["llama", "opt", "gemma3", *blocks.CHECKED_FUSED, *blocks.BESIDE])
+def test_the_model_with_the_new_weights_has_the_errors_that_were_reported(architecture: str):
+    """Rows that went back to the wrong place, or errors of anything else, would show in the model's own matrices."""
+    tokens, model = tiny_tokens(sequences=SEQUENCES), blocks.build(architecture)
+    block, x, output = blocks.run_recorded(model, 1, tokens, output_attentions=True)
+    dense_matrices, dense_outputs = output.attentions[-2][-HELD_OUT:], attended(model, block, tokens)
+    results = prune(blocks.Recorded(block, x, dense_matrices), Unstructured(0.6, "joint"))
+    others = [(rows, rows.weight.clone()) for rows in layer.find_projections(block).inward[2:]]
+    for name, result in results.items():
+        write(block.linears[name], result)
+        for rows, dense in others:
+            if rows.name == name:  # the errors are those of queries and keys alone
+                block.linears[name].weight[rows.index] = dense
+    matrices = blocks.run_recorded(model, 1, tokens, output_attentions=True)[2].attentions[-2][-HELD_OUT:]
+    info = next(iter(results.values())).info
+    measured = (matrices - dense_matrices).norm() ** 2 / dense_matrices.norm() ** 2
+    assert info["attention_error"] == pytest.approx(measured.item(), rel=1e-3)
+    outputs = attended(model, block, tokens)
+    bias = layer.find_projections(block).output.bias
+    without_bias = dense_outputs if bias is None else dense_outputs - bias
+    measured = (outputs - dense_outputs).norm() ** 2 / without_bias.norm() ** 2
+    assert info["output_error"] == pytest.approx(measured.item(), rel=1e-3)
+
+
+def attended(model: Any, block: Block, tokens: Tensor) -> Tensor:
+    """Return what the output projection of the block's attention gives on the held-out sequences."""
+    seen: list[Tensor] = []
+    module = layer.find_projections(block).output.module
+    hook = module.register_forward_hook(lambda _module, _args, output: seen.append(output))
+    with torch.no_grad():
+        model(tokens, use_cache=False)
+    hook.remove()
+    return seen[0][-HELD_OUT:]
+
+
+# --- asking again at another sparsity
+
+
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Count how often a block's curvature is measured and its geometry verified."""
+    calls: list[str] = []
+    for module, name in ((solver.gauss_newton, "measured_curvature"), (layer, "verify")):
+        original = getattr(module, name)
+
+        def spy(*args: Any, original: Any = original, name: str = name, **values: Any) -> Any:
+            calls.append(name)
+            return original(*args, **values)
+
+        monkeypatch.setattr(module, name, spy)
+    return calls
+
+
+@pytest.mark.parametrize(("architecture", "mode"), list(zip(["llama", "gpt2"], MODES, strict=True)))
+def test_another_sparsity_of_the_same_block_measures_nothing_again_and_gives_what_preparing_anew_gives(
+    architecture: str, mode: str, monkeypatch: pytest.MonkeyPatch
+):
+    recorded = blocks.record(architecture, sequences=SEQUENCES)
+    calls = counted(monkeypatch)
+    pruner = SPEC.build(SPEC.options(mode=mode, **few_steps(mode, 5)))
+    stats, kept = observed(recorded, pruner), {}
+    for sparsity in (0.8, 0.4, 0.6):
+        patterns = dict.fromkeys(stats, Unstructured(sparsity, "joint"))
+        again = asked(pruner, recorded.block, patterns, stats, kept)
+        once = sorted(calls)
+        assert once == (["verify"] if mode == "mask" else ["measured_curvature", "verify"])  # masks need no curvature
+        fresh = asked(pruner, recorded.block, patterns, stats)
+        del calls[len(once) :]
+        for name in patterns:
+            assert torch.equal(again[name].keep, fresh[name].keep)
+            assert torch.equal(again[name].weight, fresh[name].weight)
+            assert again[name].info == fresh[name].info
+
+
+def test_weights_that_are_written_in_between_do_not_matter(llama: blocks.Recorded):
+    """Allocation writes each result to see what it costs, and puts the dense weights back before the next."""
+    recorded = blocks.record("llama", sequences=SEQUENCES)
+    pruner = SPEC.build(SPEC.options())
+    stats, kept = observed(recorded, pruner), {}
+    dense = {n: recorded.block.linears[n].weight.clone() for n in stats}
+    first = asked(pruner, recorded.block, dict.fromkeys(stats, HALF), stats, kept)
+    for name, result in first.items():
+        write(recorded.block.linears[name], result)
+        recorded.block.linears[name].weight.copy_(dense[name])
+    second = asked(pruner, recorded.block, dict.fromkeys(stats, HALF), stats, kept)
+    assert all(torch.equal(first[n].weight, second[n].weight) for n in stats)
+    assert all(torch.equal(recorded.block.linears[n].weight, dense[n]) for n in stats)
+
+
+def test_what_a_block_needed_is_not_held_by_the_pruner(llama: blocks.Recorded, monkeypatch: pytest.MonkeyPatch):
+    """Its sequences and curvature are copies, and would lie in memory beside the rest of the block and of the run."""
+    needed: list[weakref.ref[Any]] = []
+    solve = solver.solve
+
+    def spy(of: Any, *rest: Any) -> Any:
+        needed.append(weakref.ref(of.text.train))
+        return solve(of, *rest)
+
+    monkeypatch.setattr(solver, "solve", spy)
+    pruner = SPEC.build(SPEC.options())
+    stats = observed(llama, pruner)
+    kept: dict[Any, Any] = {}
+    results = asked(pruner, llama.block, dict.fromkeys(stats, HALF), stats, kept)
+    assert needed[0]() is not None
+    kept.clear()
+    assert needed[0]() is None
+    assert len(results) == 2
+
+
+def test_a_sparsity_that_leaves_no_query_or_key_weight_of_a_fused_one_is_refused():
+    with pytest.raises(
+        RecipeError, match=r"c_attn: sparsity 0\.99999 leaves no query or key weight of a matrix of 12288"
+    ):
+        prune(blocks.record("gpt2"), Unstructured(0.99999, "joint"))

@@ -34,5 +34,11 @@ def _undrawn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.fixture
+def unloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No weights can be loaded: what is refused has to be refused before."""
+    monkeypatch.setattr("compressx.pipeline.inputs.open_model", lambda *_: pytest.fail("weights were loaded"))
+
+
+@pytest.fixture
 def drawn() -> None:
     """Ask for the figures."""

@@ -19,9 +19,11 @@ from compressx.plugins.manager import load_plugins
 from compressx.recipe.sources import ModelSource
 from compressx.stages import store as journal
 
+MAGNITUDE: dict[str, Any] = {"targets": ["*"], "pruner": "magnitude", "sparsity": 0.5}
+
 
 def recipe(
-    model: Path, *rules: dict[str, Any], evaluated: bool = False, output: str = "out", **sections: Any
+    model: Path, /, *rules: dict[str, Any], evaluated: bool = False, output: str = "out", **sections: Any
 ) -> dict[str, Any]:
     """Return a recipe for a saved model and the text beside it; without rules, wanda prunes half of everything."""
     text = {"text": str(model.with_name("text.txt"))}
@@ -34,6 +36,16 @@ def recipe(
     if evaluated:
         whole["evaluate"] = {"token_perplexity": {"dataset": text, "sequence_length": 32, "samples": 4}}
     return whole | sections
+
+
+def files(folder: str | Path) -> dict[Path, bytes]:
+    """Return every file below a folder."""
+    return {path: path.read_bytes() for path in sorted(Path(folder).rglob("*")) if path.is_file()}
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    """Whether two models have the same weights to the bit."""
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 def weights(folder: str | Path) -> dict[str, torch.Tensor]:
@@ -86,5 +98,18 @@ def stopped(
     plugins.manager.register(_Stopping(after), name="stopping")
     with patch.object(journal, "SHARE", share), pytest.raises(KeyboardInterrupt):
         run(asked, plugins=plugins, **options)
+    (left,) = leftovers()
+    return left
+
+
+def stopped_at(asked: dict[str, Any], stage: str, step: int, **options: Any) -> Path:
+    """Interrupt a run at a step of a stage; returns what it left."""
+
+    def progress(name: str, done: int, *_: Any) -> None:
+        if (name, done) == (stage, step):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(asked, progress=progress, **options)
     (left,) = leftovers()
     return left

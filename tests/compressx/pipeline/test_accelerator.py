@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tests.accelerator import pretended_accelerator
-from tests.compressx.pipeline.runs import leftovers, recipe, stopped, weights
+from tests.compressx.pipeline.runs import leftovers, recipe, same, stopped, weights
 
 import compressx
 from compressx.masks.maskset import MaskSet
@@ -52,10 +52,6 @@ def asked(models: Any, about: str, output: str) -> dict[str, Any]:
     for key, section in sections.items():
         whole[key] = {**whole.get(key, {}), **section} if isinstance(section, dict) else section
     return whole
-
-
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 @pytest.mark.parametrize(

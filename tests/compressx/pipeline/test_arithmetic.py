@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from tests.compressx.pipeline.runs import artifacts, recipe, stopped
+from tests.compressx.pipeline.runs import MAGNITUDE, artifacts, recipe, stopped
 
 from compressx import prune
 from compressx.blocks import stage as pruning
@@ -23,11 +23,6 @@ from compressx.testing import tiny_model
 TRAINED = {"reconstruct_block": {"passes": 1}}
 FAST_IN_16_BITS = {"float32": 10e9, "bfloat16": 40e9, "float16": 1e9}
 SLOW_IN_16_BITS = {"float32": 10e9, "bfloat16": 1e9, "float16": 1e9}
-
-
-@pytest.fixture
-def model(models):
-    return models("llama")
 
 
 @pytest.fixture
@@ -55,12 +50,18 @@ def test_a_run_that_trains_says_which_dtype_it_took_and_why(model, machine):
     assert "compute_dtype: bfloat16" in Path("out/model/README.md").read_text()
 
 
-def test_pruners_see_the_inputs_of_narrow_products(model):
+def test_pruners_and_fine_tuning_see_narrow_products(model):
+    losses, masks = [], []
     for dtype in ("float32", "bfloat16"):
-        run({**recipe(model), "compute_dtype": dtype, "output": dtype})
-    wide, narrow = (MaskSet.load(f"{dtype}/masks.safetensors") for dtype in ("float32", "bfloat16"))
+        run({**recipe(model), "finetune": {"steps": 1}, "compute_dtype": dtype, "output": dtype})
+        masks.append(MaskSet.load(f"{dtype}/masks.safetensors"))
+        run({**recipe(model, MAGNITUDE), "finetune": {"steps": 1}, "compute_dtype": dtype, "output": f"{dtype}-2"})
+        losses += report(f"{dtype}-2")["finetune"]["losses"]
+    wide, narrow = masks
     same = [float((wide[name].keep == narrow[name].keep).float().mean()) for name in wide]
     assert 0.9 < sum(same) / len(same) < 1
+    assert losses[0] != losses[1]
+    assert losses[0] == pytest.approx(losses[1], rel=0.02)
 
 
 def test_without_training_a_float32_model_is_pruned_alike_on_every_machine(model, machine):
@@ -74,19 +75,8 @@ def test_without_training_a_float32_model_is_pruned_alike_on_every_machine(model
 
 def test_a_run_that_multiplies_nothing_measures_nothing(model, monkeypatch):
     monkeypatch.setattr(module, "_measured", None)
-    magnitude = {"targets": ["*"], "pruner": "magnitude", "sparsity": 0.5}
-    run({k: v for k, v in recipe(model, magnitude).items() if k != "calibration"})
+    run({k: v for k, v in recipe(model, MAGNITUDE).items() if k != "calibration"})
     assert report()["arithmetic"] is None
-
-
-def test_fine_tuning_multiplies_in_the_same_dtype(model):
-    magnitude = {"targets": ["*"], "pruner": "magnitude", "sparsity": 0.5}
-    losses = {}
-    for dtype in ("float32", "bfloat16"):
-        run({**recipe(model, magnitude), "finetune": {"steps": 1}, "compute_dtype": dtype, "output": dtype})
-        losses[dtype] = report(dtype)["finetune"]["losses"]
-    assert losses["float32"] != losses["bfloat16"]
-    assert losses["float32"] == pytest.approx(losses["bfloat16"], rel=0.02)
 
 
 def test_an_interrupted_run_goes_on_in_the_dtype_that_it_began_with(model, machine):

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from tests.compressx.pipeline import runs
-from tests.compressx.pipeline.runs import artifacts, leftovers, weights
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from tests.compressx.pipeline.runs import artifacts, leftovers, stopped_at, weights
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from compressx.api.record import RunReport
 from compressx.data.windows import read_calibration
@@ -40,7 +40,7 @@ def told_by(asked: dict[str, Any], **options: Any) -> tuple[RunReport, list[tupl
     return run(asked, progress=lambda *step: told.append(step), **options), told
 
 
-def steps(told: list[tuple[str, int, int, str]], stage: str) -> list[int]:
+def steps(told: list[tuple[str, int, int, str]], stage: str = "finetune") -> list[int]:
     return [done for name, done, *_ in told if name == stage]
 
 
@@ -76,48 +76,38 @@ def test_survivors_are_trained_and_the_zeros_stay(model, pruner):
 
 
 @pytest.mark.slow
-def test_what_is_measured_before_and_after_stands_side_by_side(model):
+def test_what_is_measured_before_and_after_stands_side_by_side_with_the_losses_and_their_figure(model, drawn):
     alone = run({**recipe(model), "finetune": None, "output": "pruned"}).evaluation
     report = run(recipe(model, teacher="none", steps=60, learning_rate=3e-3))
     assert set(alone) == {"dense", "pruned"}
     assert report.evaluation == alone | {"finetuned": report.evaluation["finetuned"]}
     pruned, finetuned = (report.evaluation[k]["token_perplexity"] for k in ("pruned", "finetuned"))
     assert finetuned < 0.9 * pruned
-    lines = Path("out/report.md").read_text().splitlines()
+    text = Path("out/report.md").read_text()
+    lines = text.splitlines()
     header = lines.index("| measure | dense | finetuned | change | pruned | change |")
     cells = [cell.strip() for cell in lines[header + 2].split("|")[1:-1]]
     assert (cells[0], cells[2], cells[4]) == ("token_perplexity", f"{finetuned:.4g}", f"{pruned:.4g}")
-
-
-def test_the_saved_model_is_the_one_that_was_measured(model):
-    report = run(recipe(model))
-    nothing = {"targets": ["*.q_proj"], "pruner": "magnitude", "sparsity": 0.0}
-    asked = {**recipe(model), "model": {"path": "out/model"}, "prune": [nothing], "finetune": None, "output": "again"}
-    again = run(asked)
-    assert again.evaluation["dense"] == report.evaluation["finetuned"]
-
-
-@pytest.mark.slow
-def test_reports_hold_the_losses_and_a_figure_shows_them(model, drawn):
-    report = run(recipe(model))
+    assert "## Fine-tuning\n\n60 steps on 7 windows of 32 tokens, " in text
     read = json.loads(Path("out/report.json").read_text())
     assert read["finetune"]["losses"] == list(report.finetune.losses)
-    assert (read["finetune"]["steps"], read["finetune"]["windows"]) == (6, [7, 32])  # one of eight is held out
+    assert (read["finetune"]["steps"], read["finetune"]["windows"]) == (60, [7, 32])  # one of eight is held out
     assert read["seconds"]["finetune"] > 0
     assert report.figures[0]["file"] == "plots/finetune.svg"
     drawing = Path("out/plots/finetune.svg").read_text()
-    assert ">of each step's batch<" in drawing
-    assert ">held out<" in drawing
-    assert "## Fine-tuning\n\n6 steps on 7 windows of 32 tokens, " in Path("out/report.md").read_text()
+    assert all(f">{line}<" in drawing for line in ("of each step's batch", "held out"))
 
 
-def test_progress_tells_of_every_step_with_its_loss(model):
+def test_progress_tells_of_every_step_with_its_loss_and_the_saved_model_is_the_one_that_was_measured(model):
     report, told = told_by(recipe(model))
     stages = list(dict.fromkeys(stage for stage, *_ in told))
     assert stages == ["load", "calibrate", "evaluate dense", "prune", "save", "evaluate pruned", "finetune",
                       "evaluate finetuned"]  # fmt: skip
     expected = [(0, 6, ""), *((i + 1, 6, f"loss {x:.4g}") for i, x in enumerate(report.finetune.losses))]
     assert [tuple(rest) for stage, *rest in told if stage == "finetune"] == expected
+    nothing = {"targets": ["*.q_proj"], "pruner": "magnitude", "sparsity": 0.0}
+    asked = {**recipe(model), "model": {"path": "out/model"}, "prune": [nothing], "finetune": None, "output": "again"}
+    assert run(asked).evaluation["dense"] == report.evaluation["finetuned"]
 
 
 def test_the_first_loss_is_the_divergence_from_the_dense_model_computed_by_hand(model):
@@ -146,21 +136,29 @@ def test_a_pruned_model_is_pruned_further_and_trained_towards_the_dense_one(mode
     assert all(not after[f"{x.name}.weight"][before[f"{x.name}.weight"] == 0].any() for x in report.layers)
 
 
-def test_a_teacher_with_another_vocabulary_is_refused_before_weights_are_read(model, tmp_path):
-    shutil.copytree(model, other := tmp_path / "other")
+def test_what_cannot_be_trained_or_taught_is_refused_by_a_plan(model, tmp_path, monkeypatch):
     smaller = AutoModelForCausalLM.from_pretrained(model)
     smaller.resize_token_embeddings(64)
-    smaller.save_pretrained(other)
-    with pytest.raises(UnsupportedModelError, match=r"teacher.* vocabulary of 64 tokens and the model one of \d+"):
-        plan(recipe(model, teacher={"path": str(other)}))
-
-
-def test_a_teacher_with_fewer_positions_than_a_windows_tokens_is_refused_before_weights_are_read(model, tmp_path):
-    shutil.copytree(model, other := tmp_path / "other")
-    config = json.loads((other / "config.json").read_text())
-    (other / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 16}))
-    with pytest.raises(UnsupportedModelError, match="the teacher has 16 positions, and windows have 32 tokens; lower"):
-        plan(recipe(model, teacher={"path": str(other)}))
+    config = json.loads((model / "config.json").read_text())
+    for name in ("smaller", "shorter"):
+        shutil.copytree(model, tmp_path / name)
+    smaller.save_pretrained(tmp_path / "smaller")
+    (tmp_path / "shorter/config.json").write_text(json.dumps(config | {"max_position_embeddings": 16}))
+    monkeypatch.setattr(LlamaForCausalLM, "supports_gradient_checkpointing", False)
+    monkeypatch.setattr("compressx.training.stage.find_spec", lambda name: None if name == "peft" else True)
+    plain = {"gradient_checkpointing": False}
+    for tuning, error, told in (
+        (plain | {"teacher": {"path": str(tmp_path / "smaller")}}, UnsupportedModelError,
+         r"teacher.* vocabulary of 64 tokens and the model one of \d+"),
+        (plain | {"teacher": {"path": str(tmp_path / "shorter")}}, UnsupportedModelError,
+         "the teacher has 16 positions, and windows have 32 tokens; lower"),
+        (plain | {"teacher": {"path": "nowhere"}}, ArtifactError, "finetune.*nowhere"),
+        (plain | {"lora": {"rank": 4}}, RecipeError, r"finetune\.lora: .*pip install peft"),
+        ({}, UnsupportedModelError, r"finetune.*LlamaForCausalLM.*gradient_checkpointing: false"),
+    ):  # fmt: skip
+        with pytest.raises(error, match=told):
+            plan(recipe(model, **tuning))
+    assert plan(recipe(model, **plain)).linears
 
 
 def test_the_log_says_when_training_goes_back_to_better_weights(model, monkeypatch):
@@ -171,40 +169,10 @@ def test_the_log_says_when_training_goes_back_to_better_weights(model, monkeypat
     assert said in Path("out/run.log").read_text()
 
 
-def test_checkpoints_of_other_settings_do_not_stay_beside_that_of_the_present_training(model, monkeypatch):
-    class Stop(Exception):  # noqa: N818 - a test's own
-        pass
-
-    def stop(stage: str, done: int, *_: Any) -> None:
-        if stage == "finetune" and done == 2:
-            raise Stop
-
+def test_checkpoints_of_other_settings_do_not_stay_beside_that_of_the_present_training(model):
     for rate in (1e-3, 2e-3, 3e-3):
-        with pytest.raises(Stop):
-            run(recipe(model, learning_rate=rate), progress=stop, resume=True)
-    (left,) = leftovers()
+        left = stopped_at(recipe(model, learning_rate=rate), "finetune", 2, resume=True)
     assert len(list(left.rglob("finetune-*.safetensors"))) == 1
-    with pytest.raises(ArtifactError, match=r"finetune.*nowhere"):
-        plan(recipe(model, teacher={"path": "nowhere"}))
-
-
-@pytest.mark.slow
-def test_adapters_of_a_recipe_are_merged_under_the_masks_and_resumed_to_the_same_files(model):
-    pytest.importorskip("peft")
-    asked = recipe(model, lora={"rank": 4})
-    run({**asked, "output": "whole"})
-    saved, masks = weights("whole/model"), MaskSet.load("whole/masks.safetensors")
-    assert all(torch.equal(saved[f"{name}.weight"] != 0, masks[name].keep) for name in masks)
-    stopped(asked, 3)
-    _, told = told_by(asked, resume=True)
-    assert steps(told, "finetune") == [0, 3, 4, 5, 6]
-    assert artifacts("out") == artifacts("whole")
-
-
-def test_adapters_without_peft_are_refused_before_weights_are_read(model, monkeypatch):
-    monkeypatch.setattr("compressx.training.stage.find_spec", lambda name: None if name == "peft" else True)
-    with pytest.raises(RecipeError, match=r"finetune\.lora: .*pip install peft"):
-        plan(recipe(model, lora={"rank": 4}))
 
 
 @pytest.mark.parametrize("own_text", [False, True])
@@ -243,29 +211,19 @@ def test_a_loss_that_is_not_finite_names_the_recipes_section(model):
 # --- going on
 
 
-def stopped(asked: dict[str, Any], step: int, **options: Any) -> Path:
-    """Interrupt a run after so many steps of fine-tuning; returns what it left."""
-
-    def progress(stage: str, done: int, *_: Any) -> None:
-        if stage == "finetune" and done == step:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        run(asked, progress=progress, **options)
-    (left,) = leftovers()
-    return left
-
-
 @pytest.mark.slow
-def test_a_resumed_run_ends_with_the_files_of_one_that_was_not_interrupted(model):
-    asked = recipe(model)
+@pytest.mark.parametrize("tuning", [{}, {"lora": {"rank": 4}}], ids=["weights", "adapters"])
+def test_a_resumed_run_ends_with_the_files_of_one_that_was_not_interrupted(model, tuning):
+    asked = recipe(model, **tuning)
     run({**asked, "output": "whole"})
+    saved, masks = weights("whole/model"), MaskSet.load("whole/masks.safetensors")
+    assert all(torch.equal(saved[f"{name}.weight"] != 0, masks[name].keep) for name in masks), "adapters are merged"
     for step in (0, 1, 3, 6):
-        left = stopped(asked, step, restart=step > 0)
+        left = stopped_at(asked, "finetune", step, restart=step > 0)
         assert len([*left.glob("blocks/finetune-*.safetensors")]) == (step >= 2)
         _, told = told_by(asked, resume=True)
         assert steps(told, "prune") == [3]
-        assert steps(told, "finetune") == [0, *range(step // 2 * 2 + 1, 7)]
+        assert steps(told) == [0, *range(step // 2 * 2 + 1, 7)]
         assert artifacts("out") == artifacts("whole")
         assert not leftovers()
 
@@ -276,37 +234,28 @@ def test_another_fine_tuning_begins_anew_on_the_blocks_that_are_pruned(model, ch
     other = {"dataset": {"text": str(Path("other.txt").resolve())}, "samples": 8, "sequence_length": 32}
     asked = recipe(model, **{"steps": {"steps": 7}, "dataset": other}[changed])
     run({**asked, "output": "whole"})
-    stopped(recipe(model), 4)
+    stopped_at(recipe(model), "finetune", 4)
     _, told = told_by(asked, resume=True)
     assert steps(told, "prune") == [3]
-    assert steps(told, "finetune") == [*range(8 if changed == "steps" else 7)]
+    assert steps(told) == [*range(8 if changed == "steps" else 7)]
     assert artifacts("out") == artifacts("whole")
 
 
 def test_fine_tuning_begins_anew_if_the_teacher_has_changed_where_it_is(model, tmp_path):
     teacher = shutil.copytree(model, tmp_path / "teacher")
     asked = recipe(model, teacher={"path": str(teacher)})
-    stopped(asked, 4)
+    stopped_at(asked, "finetune", 4)
     changed = AutoModelForCausalLM.from_pretrained(teacher)
     with torch.no_grad():
         changed.model.norm.weight.mul_(1.5)
     changed.save_pretrained(teacher)
     _, told = told_by(asked, resume=True)
-    assert steps(told, "finetune") == [*range(7)]
-
-
-def test_a_model_that_cannot_checkpoint_gradients_is_refused_before_anything_is_pruned(model, monkeypatch):
-    from transformers import LlamaForCausalLM
-
-    monkeypatch.setattr(LlamaForCausalLM, "supports_gradient_checkpointing", False)
-    with pytest.raises(UnsupportedModelError, match=r"finetune.*LlamaForCausalLM.*gradient_checkpointing: false"):
-        plan(recipe(model))
-    assert plan(recipe(model, gradient_checkpointing=False)).linears
+    assert steps(told) == [*range(7)]
 
 
 def test_a_damaged_checkpoint_is_named_and_not_gone_on_with(model):
     asked = recipe(model)
-    (file,) = stopped(asked, 4).glob("blocks/finetune-*.safetensors")
+    (file,) = stopped_at(asked, "finetune", 4).glob("blocks/finetune-*.safetensors")
     whole = file.read_bytes()
     for cut in (1, 1000):
         file.write_bytes(whole[:-cut])

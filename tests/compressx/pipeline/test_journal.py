@@ -84,9 +84,6 @@ def test_hidden_states_are_written_after_the_first_block_and_then_seldom_enough_
     assert seen == [*range(1, 40, 4), 40], "1 second is 3% of 33, which are four blocks"
     assert len(seen) - 1 <= 0.03 * seconds + 1
     assert json.loads((tmp_path / "state.json").read_text())["finished"] == [f"block.{i}" for i in range(40)]
-
-
-def test_states_that_take_no_time_are_written_after_every_block_and_dear_ones_only_once(tmp_path):
     assert recorded(tmp_path / "a", block=10.0, states=0.1)[0] == [*range(1, 41)]
     assert recorded(tmp_path / "b", block=10.0, states=100.0)[0] == [1, 40]
 
@@ -94,11 +91,6 @@ def test_states_that_take_no_time_are_written_after_every_block_and_dear_ones_on
 def _recorded_by(ranks: Ranks, folder: Path) -> list[int]:
     slow = 1.0 if ranks.first else 30.0  # alone, the second process would not write again
     return recorded(folder, block=10.0, states=slow, blocks=10, ranks=ranks)[0]
-
-
-def test_processes_write_their_states_after_the_same_blocks(tmp_path):
-    blocks = in_two(partial(joined, partial(_recorded_by, folder=tmp_path)), tmp_path, start="fork")
-    assert blocks == [[1, 5, 9, 10]] * 2
 
 
 def _scored(ranks: Ranks, folder: Path) -> dict[str, float]:
@@ -110,20 +102,27 @@ def _scored(ranks: Ranks, folder: Path) -> dict[str, float]:
     return found
 
 
-def test_a_process_that_is_late_does_not_take_what_the_first_one_just_wrote_for_that_of_an_interrupted_run(tmp_path):
-    assert in_two(partial(joined, partial(_scored, folder=tmp_path)), tmp_path, start="fork") == [{}, {}]
-
-
-@pytest.mark.parametrize("streaming", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_blocks_after_the_last_states_are_pruned_again_and_the_files_are_those_of_an_uninterrupted_run(
-    model, streaming, monkeypatch
+@pytest.mark.parametrize(("action", "expected"), [(_recorded_by, [1, 5, 9, 10]), (_scored, {})])
+def test_processes_write_after_the_same_blocks_and_what_one_just_wrote_is_not_of_an_interrupted_run(
+    action, expected, tmp_path
 ):
-    asked = recipe(model, SENSITIVE, **REBUILT)
-    asked["model"]["streaming"] = streaming
+    assert in_two(partial(joined, partial(action, folder=tmp_path)), tmp_path, start="fork") == [expected] * 2
+
+
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize("streaming", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_blocks_after_the_last_states_or_that_cannot_be_written_are_pruned_again_to_the_same_files(
+    model, streaming, full, monkeypatch
+):
+    asked = recipe(model, SENSITIVE, **REBUILT, model={"path": str(model), "streaming": streaming})
     run({**asked, "output": "whole"})
-    left = stopped(asked, 2, share=0.0)
+    if full:
+        fill_the_disk(asked, monkeypatch)
+    else:
+        stopped(asked, 2, share=0.0)
+    (left,) = leftovers()
     assert json.loads((left / "state.json").read_text())["finished"] == ["model.layers.0"]
-    assert (left / "blocks/model.layers.1.safetensors").is_file(), "weights are written with every block"
+    assert (left / "blocks/model.layers.1.safetensors").is_file() != full, "weights are written with every block"
     told: list[tuple[int, str]] = []
     run(asked, resume=True, progress=lambda stage, done, _, note: stage == "prune" and told.append((done, note)))
     assert told[0] == (1, "resumed after model.layers.0, 1 of 3")
@@ -131,11 +130,25 @@ def test_blocks_after_the_last_states_are_pruned_again_and_the_files_are_those_o
     assert artifacts("out") == artifacts("whole")
 
 
+def fill_the_disk(asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run a recipe whose second block cannot be written."""
+    write = shards.write
+
+    def full(path: Path, tensors: Any) -> None:
+        if path.name == "model.layers.1.safetensors":
+            raise ArtifactError(f"cannot write {path}: No space left on device")
+        write(path, tensors)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(journal, "SHARE", float("inf"))
+        patch.setattr(shards, "write", full)
+        with pytest.raises(ArtifactError, match=r"cannot write .*model\.layers\.1\.safetensors: No space left"):
+            run(asked)
+
+
 def test_states_are_written_in_the_dtype_of_the_model_and_not_kept_when_all_blocks_are_finished(model):
-    asked = recipe(model, SENSITIVE, **REBUILT)
-    asked["model"]["dtype"] = "bfloat16"
-    left = stopped(asked, 2)
-    states = read(left / "blocks/states-2.0.safetensors")
+    asked = recipe(model, SENSITIVE, **REBUILT, model={"path": str(model), "dtype": "bfloat16"})
+    states = read(stopped(asked, 2) / "blocks/states-2.0.safetensors")
     assert {name.partition(".")[0] for name in states} == {"dense", "pruned"}
     assert {x.dtype for x in states.values()} == {torch.bfloat16}
     left = stopped(asked, 1, resume=True)
@@ -209,13 +222,6 @@ def interrupted(kept: Journal, access: Behind) -> None:
         raise KeyboardInterrupt
 
 
-def test_of_several_processes_one_that_fails_does_not_wait_for_the_others(tmp_path):
-    kept, access = Journal(tmp_path, {}, Two(0, 2)), Behind(tmp_path / "state.json")
-    with pytest.raises(KeyboardInterrupt):
-        interrupted(kept, access)
-    assert access.on_disk == access.listed() == ["block.0"], "but for its own writing"
-
-
 class Lost(Behind):
     """A model whose blocks cannot be written, for want of memory."""
 
@@ -224,42 +230,21 @@ class Lost(Behind):
             raise MemoryError
 
 
-def test_an_interruption_is_told_as_one_though_a_block_could_not_be_written_either(tmp_path):
-    kept, access = Journal(tmp_path, {}), Lost(tmp_path / "state.json")
+@pytest.mark.parametrize(
+    ("ranks", "kind", "listed"), [(Two(0, 2), Behind, ["block.0"]), (ALONE, Lost, [])], ids=["two", "no memory"]
+)
+def test_an_interruption_ends_as_one_whatever_the_other_process_does_and_if_a_block_cannot_be_written_either(
+    ranks, kind, listed, tmp_path
+):
+    """One of several processes waits for its own writing, and not for the others."""
+    kept, access = Journal(tmp_path, {}, ranks), kind(tmp_path / "state.json")
     with pytest.raises(KeyboardInterrupt):
         interrupted(kept, access)
-    assert access.listed() == []
-
-
-@pytest.mark.parametrize("streaming", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_block_that_cannot_be_written_ends_the_run_by_its_name_and_is_pruned_again(model, streaming, monkeypatch):
-    asked = recipe(model, SENSITIVE, **REBUILT)
-    asked["model"]["streaming"] = streaming
-    run({**asked, "output": "whole"})
-    monkeypatch.setattr(journal, "SHARE", float("inf"))
-    write = shards.write
-
-    def full(path: Path, tensors: Any) -> None:
-        if path.name == "model.layers.1.safetensors":
-            raise ArtifactError(f"cannot write {path}: No space left on device")
-        write(path, tensors)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(shards, "write", full)
-        with pytest.raises(ArtifactError, match=r"cannot write .*model\.layers\.1\.safetensors: No space left"):
-            run(asked)
-    (left,) = leftovers()
-    assert json.loads((left / "state.json").read_text())["finished"] == ["model.layers.0"]
-    told: list[str] = []
-    run(asked, resume=True, progress=lambda stage, done, _, note: stage == "prune" and told.append(note))
-    assert told[0] == "resumed after model.layers.0, 1 of 3"
-    assert artifacts("out") == artifacts("whole")
+    assert access.on_disk == access.listed() == listed
 
 
 @pytest.mark.parametrize("streaming", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_run_that_is_interrupted_ends_when_its_last_block_is_on_disk_and_listed(model, streaming, monkeypatch):
-    asked = recipe(model)
-    asked["model"]["streaming"] = streaming
     write = shards.write
 
     def slow(path: Path, tensors: Any) -> None:
@@ -267,7 +252,7 @@ def test_a_run_that_is_interrupted_ends_when_its_last_block_is_on_disk_and_liste
         write(path, tensors)
 
     monkeypatch.setattr(shards, "write", slow)
-    left = stopped(asked, 2)
+    left = stopped(recipe(model, model={"path": str(model), "streaming": streaming}), 2)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("write ")]
     assert not [*left.rglob("*.partial")]
     assert json.loads((left / "state.json").read_text())["finished"] == ["model.layers.0", "model.layers.1"]
@@ -324,38 +309,38 @@ def killed(asked: dict[str, Any], share: float, after: int) -> str:
     return killing.before
 
 
-def check_kills(asked: dict[str, Any], share: float, points: range) -> list[str]:
-    """Kill a run at each of these changes and resume it; returns before which files it was killed."""
+def listed_is_whole(left: Path) -> None:
+    """Check that of every block that a record lists all files are there."""
+    state = left / "state.json"
+    for fqn in json.loads(state.read_text())["finished"] if state.exists() else ():
+        for ending in ("json", "safetensors", "masks.safetensors"):
+            assert (left / f"blocks/{fqn}.{ending}").is_file()
+
+
+@pytest.mark.parametrize(
+    ("share", "points"),
+    [(0.0, range(14, 15)),  # between two records
+     *(pytest.param(share, range(100), marks=pytest.mark.slow) for share in (0.0, float("inf")))],
+)  # fmt: skip
+def test_killed_at_any_change_of_its_files_a_run_goes_on_to_the_same_end(model, share, points):
+    asked = recipe(model)
     run({**asked, "output": "whole"})
     expected, before = artifacts("whole"), []
     for point in points:
         before.append(killed(asked, share, point))
         if not before[-1]:
             break
-        for left in leftovers():  # what is listed is whole
-            for fqn in (
-                json.loads((left / "state.json").read_text())["finished"] if (left / "state.json").exists() else ()
-            ):
-                for ending in ("json", "safetensors", "masks.safetensors"):
-                    assert (left / f"blocks/{fqn}.{ending}").is_file()
+        for left in leftovers():
+            listed_is_whole(left)
         run(asked, resume=True)
         assert artifacts("out") == expected, f"killed before {before[-1]}"
         assert not leftovers()
-    return before
-
-
-def test_killed_between_two_records_a_run_goes_on_from_the_first(model):
-    before = check_kills(recipe(model), 0.0, range(14, 15))
-    assert before == ["model.layers.2.safetensors"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("share", [0.0, float("inf")])
-def test_killed_at_any_change_of_its_files_a_run_goes_on_to_the_same_end(model, share):
-    before = check_kills(recipe(model), share, range(100))
-    assert before[-1] == ""
-    assert before.count("state.json") == (2 if share == 0.0 else 3)
-    assert before.count("states-1.0.safetensors") == 2  # written, and deleted
+    if len(points) == 1:
+        assert before == ["model.layers.2.safetensors"]
+    else:
+        assert before[-1] == ""
+        assert before.count("state.json") == (2 if share == 0.0 else 3)
+        assert before.count("states-1.0.safetensors") == 2  # written, and deleted
 
 
 # --- what stands in a record is data

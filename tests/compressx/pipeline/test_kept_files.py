@@ -6,11 +6,13 @@ import os
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from safetensors import safe_open
 from tests.compressx.foreign import save_foreign
+from tests.compressx.pipeline.runs import MAGNITUDE
 
 from compressx.evaluation.saved import apply_masks, source_of
 from compressx.models.checkpoint import Checkpoint, keep_settings
@@ -18,7 +20,7 @@ from compressx.pipeline.run import plan, run
 from compressx.runtime.errors import ArtifactError
 from compressx.testing import TINY_CONFIGS, save_tiny_model
 
-HALF = {"targets": ["*"], "pruner": "magnitude", "sparsity": 0.5}
+NEURONS = {"targets": ["*.mlp.*"], "pattern": "neurons"}
 KEPT = {
     "preprocessor_config.json": '{"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 32}}',
     "processor_config.json": '{ "image_seq_length": 4}',
@@ -59,12 +61,15 @@ def others(folder: Path) -> dict[str, bytes]:
     return {p.relative_to(folder).as_posix(): p.read_bytes() for p in files if p.name != "README.md"}
 
 
-def both(source: Path, trust: bool = False, **sections: Any) -> list[Path]:
-    """Run in memory and streamed, and return the models' folders."""
+def both(source: Path, trust: bool = False) -> Path:
+    """Run in memory and streamed, which gives the same files, and return the folder of the first model."""
     for streaming in (False, True):
         model = {"path": str(source), "streaming": streaming, "trust_remote_code": trust}
-        run({"model": model, "prune": [HALF], "output": f"out-{streaming}", **sections})
-    return [Path(f"out-{streaming}/model") for streaming in (False, True)]
+        run({"model": model, "prune": [MAGNITUDE], "output": f"out-{streaming}"})
+    whole, streamed = (Path(f"out-{streaming}/model") for streaming in (False, True))
+    assert stored(whole) == stored(streamed)
+    assert others(whole) == others(streamed)
+    return whole
 
 
 @pytest.mark.parametrize("architecture", TINY_CONFIGS)
@@ -72,13 +77,25 @@ def test_in_memory_and_streamed_give_the_same_files_with_all_that_stood_beside_t
     architecture, models, project
 ):
     source = dressed(models(architecture), project / "model")
-    whole, streamed = both(source)
-    assert stored(whole) == stored(streamed)
-    assert others(whole) == others(streamed)
+    whole = both(source)
     for name, text in KEPT.items():
         assert (whole / name).read_text() == text
     assert not {*others(whole)} & {*DROPPED}
     assert stored(source).keys() == stored(whole).keys()
+    if architecture != "llama":
+        return
+    apply_masks(Path("out-False/masks.safetensors"), source_of(str(source)), Path("applied"))
+    assert {**others(Path("applied/model")), "config.json": b""} == {**others(whole), "config.json": b""}
+    run({"model": {"path": str(source)}, "output": "out", "shrink": True, "prune": [MAGNITUDE | NEURONS]})
+    for name, text in KEPT.items():
+        assert (Path("out/model") / name).read_text() == text
+    copied, left = (
+        [line for line in Path("out-False/run.log").read_text().splitlines() if f"INFO model: {what}" in line]
+        for what in ("copied", "left out")
+    )
+    assert len(copied) == len(left) == 1, "each stands once in the log"
+    assert "'preprocessor_config.json'" in copied[0]
+    assert f"left out 'figures', 'training_args.bin', 'weights.json.pt' of {source}" in left[0]
 
 
 def test_a_model_with_images_still_has_its_image_processor(project: Path) -> None:
@@ -93,52 +110,20 @@ def test_a_model_with_images_still_has_its_image_processor(project: Path) -> Non
     config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=120)
     Gemma3ForConditionalGeneration(config).save_pretrained(project / "model")
     (project / "model/preprocessor_config.json").write_text(KEPT["preprocessor_config.json"])
-    whole, streamed = both(project / "model")
-    assert stored(whole) == stored(streamed)
-    assert others(whole) == others(streamed)
-    found, _ = ImageProcessingMixin.get_image_processor_dict(str(whole))
+    found, _ = ImageProcessingMixin.get_image_processor_dict(str(both(project / "model")))
     assert found["image_processor_type"] == "Gemma3ImageProcessor"
-
-
-def test_a_smaller_model_has_what_stood_beside_the_dense_one(models: Any, project: Path) -> None:
-    source = dressed(models("llama"), project / "model")
-    rule = {"targets": ["*.mlp.*"], "pruner": "magnitude", "sparsity": 0.5, "pattern": "neurons"}
-    run({"model": {"path": str(source)}, "output": "out", "shrink": True, "prune": [rule]})
-    for name, text in KEPT.items():
-        assert (Path("out/model") / name).read_text() == text
-
-
-def test_a_model_with_applied_masks_has_what_stood_beside_it(models: Any, project: Path) -> None:
-    source = dressed(models("llama"), project / "model")
-    both(source)
-    apply_masks(Path("out-False/masks.safetensors"), source_of(str(source)), Path("applied"))
-    assert {**others(Path("applied/model")), "config.json": b""} == {
-        **others(Path("out-False/model")),
-        "config.json": b"",
-    }
 
 
 def test_a_model_with_python_code_of_its_own_keeps_it_in_memory_streamed_and_shrunk(project: Path) -> None:
     source = save_foreign(project / "model")
-    whole, streamed = both(source, trust=True)
-    assert stored(whole) == stored(streamed)
-    assert others(whole) == others(streamed)
+    both(source, trust=True)
     rule = {"targets": ["*"], "pruner": "shortgpt", "sparsity": 0.4, "pattern": "blocks"}
     model = {"path": str(source), "trust_remote_code": True}
     text = {"dataset": {"text": str(source.with_name("text.txt"))}, "samples": 4, "sequence_length": 16}
     run({"model": model, "output": "out", "shrink": True, "prune": [rule], "calibration": text})
     for code in source.glob("*.py"):
-        for folder in (whole, streamed, Path("out/model")):
-            assert (folder / code.name).read_text() == code.read_text()
-
-
-def test_what_is_copied_and_what_is_left_out_stands_once_in_the_log(models: Any, project: Path) -> None:
-    both(dressed(models("llama"), project / "model"))
-    lines = Path("out-False/run.log").read_text().splitlines()
-    (copied,) = [x for x in lines if "INFO model: copied" in x]
-    assert "'preprocessor_config.json'" in copied
-    (left,) = [x for x in lines if "INFO model: left out" in x]
-    assert f"left out 'figures', 'training_args.bin', 'weights.json.pt' of {project / 'model'}" in left
+        for folder in ("out-False", "out-True", "out"):
+            assert Path(folder, "model", code.name).read_text() == code.read_text()
 
 
 def test_where_nothing_is_left_out_the_log_does_not_speak_of_it(models: Any) -> None:
@@ -148,6 +133,7 @@ def test_where_nothing_is_left_out_the_log_does_not_speak_of_it(models: Any) -> 
 
 
 def test_links_lead_to_the_blobs_of_the_hub_and_nowhere_else_out_of_the_folder(project: Path) -> None:
+    """Not even to blobs from a folder of one's own; and nothing beside a GGUF file is copied."""
     source, kept = project / "models--a--b/snapshots/abc", project / "kept"
     for folder in (source, kept, project / "models--a--b/blobs"):
         folder.mkdir(parents=True)
@@ -163,19 +149,12 @@ def test_links_lead_to_the_blobs_of_the_hub_and_nowhere_else_out_of_the_folder(p
     assert copied == ["LICENSE"]
     assert left == ["all.json", "gone.json", "large.txt", "notes.txt", "pipe.json", "up.json"]
     assert [p.name for p in kept.iterdir()] == ["LICENSE"]
-
-
-def test_a_link_in_a_folder_of_ones_own_does_not_lead_to_blobs(project: Path) -> None:
-    for folder in ("blobs", "my/model", "kept"):
+    for folder in ("blobs", "my/model"):
         (project / folder).mkdir(parents=True)
     (project / "blobs/1").write_text("x")
     (project / "my/model/a.json").symlink_to(project / "blobs/1")
-    assert keep_settings(Checkpoint(str(project / "my/model")), project / "kept") == ([], ["a.json"])
-
-
-def test_nothing_beside_a_gguf_file_is_copied(project: Path) -> None:
-    (project / "letter.txt").write_text("x")
-    assert keep_settings(Checkpoint(str(project), "model.gguf"), project) == ([], [])
+    assert keep_settings(Checkpoint(str(project / "my/model")), kept) == ([], ["a.json"])
+    assert keep_settings(Checkpoint(str(source), "model.gguf"), kept) == ([], [])
 
 
 def test_settings_of_a_model_on_the_hub_are_downloaded_once_and_before_it_is_pruned(project, monkeypatch):
@@ -195,35 +174,27 @@ def test_settings_of_a_model_on_the_hub_are_downloaded_once_and_before_it_is_pru
     assert (project / "kept/LICENSE").read_text() == "x"
 
 
-ASKED = {"model": {"path": "model"}, "prune": [HALF], "output": "out"}
+ASKED = {"model": {"path": "model"}, "prune": [MAGNITUDE], "output": "out"}
 
 
 @pytest.mark.parametrize(
-    ("owner", "error", "told"),
+    ("where", "error", "told"),
     [
-        ("PreTrainedConfig", TypeError("not JSON serializable"), "cannot save LlamaForCausalLM to "),
-        ("PreTrainedConfig", ValueError("a parameter of generation"), "cannot save LlamaForCausalLM to "),
-        ("PreTrainedTokenizerBase", ValueError("no such template"), "cannot save the tokenizer to "),
+        ("transformers.PreTrainedConfig.save_pretrained", TypeError("not JSON serializable"),
+         "cannot save LlamaForCausalLM to .*: not JSON serializable"),
+        ("transformers.PreTrainedConfig.save_pretrained", ValueError("a parameter of generation"),
+         "cannot save LlamaForCausalLM to .*: a parameter of generation"),
+        ("transformers.PreTrainedTokenizerBase.save_pretrained", ValueError("no such template"),
+         "cannot save the tokenizer to .*: no such template"),
+        ("shutil.copyfile", PermissionError(13, "Permission denied"),
+         r"cannot copy the settings of .*model to .*: Permission denied"),
     ],
-)
-def test_a_config_or_tokenizer_that_cannot_be_saved_is_refused_before_pruning(owner, error, told, project, monkeypatch):
-    def broken(*_: Any, **_given: Any) -> None:
-        raise error
-
-    save_tiny_model(project / "model", "llama")
-    monkeypatch.setattr(f"transformers.{owner}.save_pretrained", broken)
-    with pytest.raises(ArtifactError, match=f"{told}.*: {error}"):
-        plan(ASKED)
-
-
-def test_a_file_that_cannot_be_copied_is_refused_before_pruning(project, monkeypatch) -> None:
-    def unreadable(source: Path, _target: Path) -> None:
-        raise PermissionError(13, "Permission denied", str(source))
-
+)  # fmt: skip
+def test_what_cannot_be_saved_or_copied_is_refused_before_pruning(where, error, told, project, monkeypatch):
     save_tiny_model(project / "model", "llama")
     (project / "model/LICENSE").write_text("x")
-    monkeypatch.setattr(shutil, "copyfile", unreadable)
-    with pytest.raises(ArtifactError, match=r"cannot copy the settings of .*model to .*: Permission denied"):
+    monkeypatch.setattr(where, Mock(side_effect=error))
+    with pytest.raises(ArtifactError, match=told):
         plan(ASKED)
 
 

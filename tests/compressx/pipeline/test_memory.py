@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.compressx.pipeline.runs import recipe, weights
+from tests.compressx.pipeline.runs import MAGNITUDE, recipe, same, weights
 from torch.nn.utils import parametrizations
 from torch.nn.utils import prune as torch_prune
 
@@ -30,7 +30,6 @@ SEVERAL = (
     {"targets": ["*.q_proj", "*.k_proj"], "pruner": "attnprune"},
     {"targets": ["*"], "pruner": "sparsegpt"},
 )
-MAGNITUDE = {"targets": ["*"], "pruner": "magnitude", "sparsity": 0.5}
 WINDOWS = {"calibration": {"samples": 8, "sequence_length": 32}}
 SECTIONS: dict[str, Any] = {
     "allocation": {"method": "attention-aware", "target": 0.5, "sparsities": [0.4, 0.6], "samples": 4},
@@ -53,13 +52,18 @@ def tensors(model: Any) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-
-
 def untimed(report: Any) -> Any:
-    """Return a part of a report without what differs from run to run, and the model's place."""
-    left_out = ("seconds", "peak_memory_bytes", "peak_gpu_memory_bytes", "model", "date", "command", "hardware")
+    """Return a part of a report without what differs from run to run, and the model's place and files."""
+    left_out = (
+        "exports",
+        "seconds",
+        "peak_memory_bytes",
+        "peak_gpu_memory_bytes",
+        "model",
+        "date",
+        "command",
+        "hardware",
+    )
     if dataclasses.is_dataclass(report):
         return {k: untimed(v) for k, v in vars(report).items() if k not in left_out}
     return tuple(map(untimed, report)) if isinstance(report, tuple) else report
@@ -70,6 +74,11 @@ def wanda(model: Path) -> dict[str, Any]:
     return in_memory(recipe(model))
 
 
+@pytest.fixture
+def pair(model: Path) -> tuple[Any, Any]:
+    return loaded(model)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("copy", [False, True])
 def test_a_model_in_memory_ends_as_a_run_of_the_same_recipe_to_the_bit(copy, models):
@@ -78,8 +87,7 @@ def test_a_model_in_memory_ends_as_a_run_of_the_same_recipe_to_the_bit(copy, mod
     written = run(asked)
     model, tokenizer = loaded(folder)
     dense = tensors(model)
-    given = in_memory(asked)
-    pruned = compressx.prune(model, tokenizer, given, copy=copy)
+    pruned = compressx.prune(model, tokenizer, in_memory(asked), copy=copy)
     assert same(tensors(pruned.model), weights("out/model"))
     masks = MaskSet.load("out/masks.safetensors")
     assert [*pruned.masks] == [*masks]
@@ -91,24 +99,17 @@ def test_a_model_in_memory_ends_as_a_run_of_the_same_recipe_to_the_bit(copy, mod
     assert same(tensors(model), dense) == copy, "a copy leaves the dense weights as they are"
 
 
-def test_a_copy_has_the_modes_of_its_model(model, wanda):
-    dense, tokenizer = loaded(model)
-    dense.train()
-    dense.model.layers[1].eval()
-    copied = compressx.prune(dense, tokenizer, wanda, copy=True).model
-    modes = [[module.training for module in one.modules()] for one in (dense, copied)]
-    assert modes[0] == modes[1]
-    assert len(set(modes[0])) == 2
-
-
-def test_modes_gradients_and_the_folder_are_left_as_they_were(model, wanda):
+def test_modes_gradients_and_the_folder_are_left_as_they_were_and_a_copy_has_the_same(pair, wanda):
     before = [*Path().iterdir()]
-    dense, tokenizer = loaded(model)
+    dense, tokenizer = pair
     dense.train().requires_grad_(False)
+    dense.model.layers[1].eval()
+    modes = [module.training for module in dense.modules()]
     wanda["calibration"]["memory_limit"] = 1000
-    pruned = compressx.prune(dense, tokenizer, wanda)
-    assert pruned.model is dense
-    assert dense.training
+    for copy in (True, False):
+        pruned = compressx.prune(dense, tokenizer, wanda, copy=copy)
+        assert [module.training for module in pruned.model.modules()] == modes
+        assert (pruned.model is dense) == (not copy)
     assert not any(p.requires_grad for p in dense.parameters())
     assert pruned.report.sparsity == pruned.masks.sparsity() == 0.5
     assert pruned.masks.verify(dense)
@@ -116,45 +117,38 @@ def test_modes_gradients_and_the_folder_are_left_as_they_were(model, wanda):
     assert [*Path().iterdir()] == before
 
 
-def test_text_that_the_caller_has_stands_for_the_recipes(model, wanda):
+def test_text_that_the_caller_has_stands_for_the_recipes(model, pair, wanda):
+    def pruned(asked: dict[str, Any], tokenizer: Any = pair[1], **text: Any) -> dict[str, torch.Tensor]:
+        return tensors(compressx.prune(pair[0], tokenizer, asked, copy=True, **text).model)
+
     text = model.with_name("text.txt").read_text()
-    dense, tokenizer = loaded(model)
     source = DatasetSource(text=str(model.with_name("text.txt")))
-    windows = read_calibration(Draw([(source, 1.0)], samples=8, sequence_length=32), tokenizer)
-    expected = tensors(compressx.prune(dense, tokenizer, wanda, copy=True).model)
-    of_ids = compressx.prune(dense, None, {"prune": wanda["prune"]}, calibration=windows, copy=True)
-    assert same(tensors(of_ids.model), expected)
+    windows = read_calibration(Draw([(source, 1.0)], samples=8, sequence_length=32), pair[1])
+    expected = pruned(wanda)
+    assert same(pruned({"prune": wanda["prune"]}, None, calibration=windows), expected)
     del wanda["calibration"]["dataset"]
-    of_texts = compressx.prune(dense, tokenizer, wanda, calibration=[text], copy=True)
-    assert same(tensors(of_texts.model), expected)
-    other = compressx.prune(dense, tokenizer, wanda, calibration=[text[::-1]], copy=True)
-    assert not same(tensors(other.model), expected)
-
-
-def test_the_text_that_the_model_writes_itself_is_that_of_a_run(model):
+    assert same(pruned(wanda, calibration=[text]), expected)
+    assert not same(pruned(wanda, calibration=[text[::-1]]), expected)
     asked = recipe(model)
     asked["calibration"]["dataset"] = {"generate": {"samples": 8}}
     run(asked)
-    assert same(tensors(compressx.prune(*loaded(model), in_memory(asked)).model), weights("out/model"))
-
-
-class Failing:
-    """A plugin that fails after the second block."""
-
-    def __init__(self, error: BaseException) -> None:
-        self.error = error
-
-    @compressx.hookimpl
-    def compressx_block_pruned(self, report: compressx.BlockReport) -> None:
-        if report.index == 1:
-            raise self.error
+    assert same(pruned(in_memory(asked)), weights("out/model")), "what the model writes itself is that of a run"
 
 
 @pytest.mark.parametrize("error", [CalibrationError("no luck"), KeyboardInterrupt()], ids=["known", "ctrl-c"])
-def test_a_failure_half_way_says_that_the_model_is_changed_unless_it_is_a_copy(error, model, wanda, caplog):
-    dense, tokenizer = loaded(model)
+def test_a_failure_half_way_says_that_the_model_is_changed_unless_it_is_a_copy(error, pair, wanda, caplog):
+    class Failing:
+        @compressx.hookimpl
+        def compressx_block_pruned(self, report: compressx.BlockReport) -> None:
+            if report.index == 1:
+                raise error
+
+    dense, tokenizer = pair
     before, plugins = tensors(dense), load_plugins()
-    plugins.manager.register(Failing(error))
+    plugins.manager.register(Failing())
+    with pytest.raises(CalibrationError, match="calibration needs 10000 windows of 32 tokens") as raised:
+        compressx.prune(dense, tokenizer, wanda | {"calibration": {**wanda["calibration"], "samples": 10_000}})
+    assert "no longer" not in str(raised.value), "before the first block"
     with pytest.raises(type(error)):
         compressx.prune(dense, tokenizer, wanda, plugins=plugins, copy=True)
     assert same(tensors(dense), before)
@@ -163,16 +157,6 @@ def test_a_failure_half_way_says_that_the_model_is_changed_unless_it_is_a_copy(e
         compressx.prune(dense, tokenizer, wanda, plugins=plugins)
     assert not same(tensors(dense), before)
     assert "the model is no longer as it was: 2 of 3 blocks are pruned" in f"{raised.value}{caplog.text}"
-
-
-def test_a_failure_before_the_first_block_leaves_the_model_and_says_nothing_of_it(model, wanda):
-    dense, tokenizer = loaded(model)
-    before = tensors(dense)
-    wanda["calibration"]["samples"] = 10_000
-    with pytest.raises(CalibrationError, match="calibration needs 10000 windows of 32 tokens") as raised:
-        compressx.prune(dense, tokenizer, wanda)
-    assert "no longer" not in str(raised.value)
-    assert same(tensors(dense), before)
 
 
 @pytest.mark.parametrize(
@@ -193,16 +177,14 @@ def test_a_failure_before_the_first_block_leaves_the_model_and_says_nothing_of_i
         ({"sparcity": 0.5}, None, "unknown key 'sparcity'"),
     ],
 )  # fmt: skip
-def test_what_has_no_meaning_for_a_model_in_memory_is_refused(changed, calibration, message, model, wanda):
-    dense, tokenizer = loaded(model)
+def test_what_has_no_meaning_for_a_model_in_memory_is_refused(changed, calibration, message, pair, wanda):
     with pytest.raises((RecipeError, CalibrationError), match=message):
-        compressx.prune(dense, tokenizer, wanda | changed, calibration=calibration)
+        compressx.prune(*pair, wanda | changed, calibration=calibration)
 
 
-def test_what_a_notebook_shows_of_a_plan_and_of_a_pruned_model_is_one_line(model, wanda):
+def test_what_a_notebook_shows_of_a_plan_and_of_a_pruned_model_is_one_line(model, pair, wanda):
     assert repr(compressx.plan(recipe(model))) == "Plan(21 linears: 21 by wanda; 2 left alone)"
-    text = {"dataset": {"text": str(model.with_name("text.txt"))}, "samples": 2, "sequence_length": 16}
-    pruned = compressx.prune(*loaded(model), wanda | {"evaluate": {"token_perplexity": text}})
+    pruned = compressx.prune(*pair, wanda | {"evaluate": {"token_perplexity": text_of(model)}})
     assert re.fullmatch(
         r"PrunedModel\(LlamaForCausalLM, RunReport\(50\.0% of the weights in 21 linears are zero; "
         r"token_perplexity dense [\d.]+; token_perplexity pruned [\d.]+\)\)",
@@ -210,43 +192,41 @@ def test_what_a_notebook_shows_of_a_plan_and_of_a_pruned_model_is_one_line(model
     )
 
 
-def test_a_tokenizer_is_needed_where_there_is_text_to_read(model, wanda):
-    with pytest.raises(CalibrationError, match="tokenizer is None, but the recipe has text to read"):
-        compressx.prune(loaded(model)[0], None, wanda)
+def text_of(model: Path) -> dict[str, Any]:
+    """Return the settings of an evaluation on a few tokens."""
+    return {"dataset": {"text": str(model.with_name("text.txt"))}, "samples": 2, "sequence_length": 16}
 
 
-def test_what_is_no_dense_model_on_one_device_is_refused(model, wanda):
+def test_what_is_no_dense_model_on_one_device_or_no_tokenizer_is_told_what_to_pass(model, pair, wanda):
     from peft import LoraConfig, get_peft_model
 
-    dense, tokenizer = loaded(model)
-    with pytest.raises(UnsupportedModelError, match="got Linear; unwrap it first"):
-        compressx.prune(torch.nn.Linear(2, 2), tokenizer, wanda)
+    dense, tokenizer = pair
     with torch.device("meta"):
         empty = type(dense)(dense.config)
-    with pytest.raises(UnsupportedModelError, match="has weights on meta, expected one device"):
-        compressx.prune(empty, tokenizer, wanda)
+    for given, reader, told in (
+        (torch.nn.Linear(2, 2), tokenizer, "got Linear; unwrap it first"),
+        (empty, tokenizer, "has weights on meta, expected one device"),
+        (str(model), tokenizer, "got str; load one by AutoModelForCausalLM"),
+        (dense.model, tokenizer, "LlamaModel has no head to predict tokens; load"),
+        (dense, str(model), r"tokenizer is '.*'; expected what AutoTokenizer"),
+        (dense, None, "tokenizer is None, but the recipe has text to read"),
+    ):
+        with pytest.raises(UnsupportedModelError if reader is tokenizer else CalibrationError, match=told):
+            compressx.prune(given, reader, wanda)
     adapted = get_peft_model(dense, LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
-    with pytest.raises(UnsupportedModelError, match=r"got PeftModelForCausalLM; .*merge_and_unload"):
-        compressx.prune(adapted, tokenizer, wanda)
-    with pytest.raises(UnsupportedModelError, match="LlamaForCausalLM has PEFT adapters; merge them"):
-        compressx.prune(dense, tokenizer, wanda)  # PEFT put them into the model that it was given, too
+    for given, told in (
+        (adapted, r"got PeftModelForCausalLM; .*merge_and_unload"),
+        (dense, "LlamaForCausalLM has PEFT adapters; merge them"),  # PEFT put them into the model that it was given
+    ):
+        with pytest.raises(UnsupportedModelError, match=told):
+            compressx.prune(given, tokenizer, wanda)
 
 
-def test_a_head_is_found_where_the_base_model_has_another_name_than_the_class_says(model, wanda, monkeypatch):
-    dense, tokenizer = loaded(model)
+def test_a_head_is_found_where_the_base_model_has_another_name_than_the_class_says(pair, wanda, monkeypatch):
+    dense, tokenizer = pair
     monkeypatch.setattr(type(dense), "base_model_prefix", "language_model")  # as of Llama 4
     assert dense.base_model is dense
     assert compressx.prune(dense, tokenizer, wanda).report.sparsity == pytest.approx(0.5, abs=1e-3)
-
-
-def test_what_was_passed_for_a_model_or_tokenizer_is_told_what_to_pass(model, wanda):
-    dense, tokenizer = loaded(model)
-    with pytest.raises(UnsupportedModelError, match="got str; load one by AutoModelForCausalLM"):
-        compressx.prune(str(model), tokenizer, wanda)
-    with pytest.raises(UnsupportedModelError, match="LlamaModel has no head to predict tokens; load"):
-        compressx.prune(dense.model, tokenizer, wanda)
-    with pytest.raises(CalibrationError, match=r"tokenizer is '.*'; expected what AutoTokenizer"):
-        compressx.prune(dense, str(model), wanda)
 
 
 # --- weights that something else computes, and blocks that are compiled
@@ -267,9 +247,9 @@ def of_blocks(model: Any) -> list[torch.nn.Linear]:
     ids=["torch's pruning", "weight norm", "spectral norm"],
 )  # fmt: skip
 def test_a_model_whose_weights_are_computed_for_each_forward_pass_is_refused_and_keeps_them(
-    change, says, model, wanda
+    change, says, pair, wanda
 ) -> None:
-    dense, tokenizer = loaded(model)
+    dense, tokenizer = pair
     masks = compressx.prune(dense, tokenizer, wanda, copy=True).masks
     for linear in of_blocks(dense):
         change(linear)
@@ -301,32 +281,30 @@ def test_a_run_of_a_model_whose_own_code_computes_its_weights_is_refused_before_
         plan(recipe(model))
 
 
-def written_by_a_hook(linear: torch.nn.Linear) -> None:
+@pytest.mark.parametrize(
+    ("evaluated", "told"),
+    [(False, r"0.self_attn.q_proj: 2048 weights that its mask drops are not zero"),
+     (True, "weights that masks drop are not zero after pruning; look for hooks that")],
+)  # fmt: skip
+def test_weights_that_a_hook_of_the_callers_writes_again_are_not_reported_as_zero(
+    evaluated, told, model, pair, wanda
+) -> None:
+    linear = of_blocks(pair[0])[0]
     dense = linear.weight.detach().clone()
 
     def write(module: torch.nn.Linear, _: Any) -> None:
         module.weight.data.copy_(dense)
 
     linear.register_forward_pre_hook(write)
-
-
-def test_weights_that_a_hook_of_the_callers_writes_again_are_not_reported_as_zero(model, wanda):
-    dense, tokenizer = loaded(model)
-    written_by_a_hook(of_blocks(dense)[0])
-    with pytest.raises(ArtifactError, match=r"0.self_attn.q_proj: 2048 weights that its mask drops are not zero"):
-        compressx.prune(dense, tokenizer, wanda)
-    dense, tokenizer = loaded(model)
-    written_by_a_hook(of_blocks(dense)[0])  # runs first when the pruned model is evaluated
-    text = {"dataset": {"text": str(model.with_name("text.txt"))}, "samples": 2, "sequence_length": 16}
-    with pytest.raises(ArtifactError, match="weights that masks drop are not zero after pruning; look for hooks that"):
-        compressx.prune(dense, tokenizer, {"prune": [MAGNITUDE], "evaluate": {"token_perplexity": text}})
+    measured = {"prune": [MAGNITUDE], "evaluate": {"token_perplexity": text_of(model)}}  # runs the hook first
+    with pytest.raises(ArtifactError, match=told):
+        compressx.prune(*pair, measured if evaluated else wanda)
 
 
 @pytest.mark.parametrize("streaming", [False, True])
 def test_a_run_whose_zeros_are_not_written_ends_before_it_reports_them(streaming, model, monkeypatch):
     monkeypatch.setattr("compressx.blocks.prune.write", lambda linear, result: None)
-    asked = recipe(model)
-    asked["model"]["streaming"] = streaming
+    asked = recipe(model, model={"path": str(model), "streaming": streaming})
     with pytest.raises(ArtifactError, match=r"model.layers.0.\S+: \d+ weights that its mask drops are not zero after"):
         run(asked)
     assert not Path("out").exists()
@@ -352,8 +330,8 @@ def all_compiled(model: Any) -> None:
     [(blocks_compiled, True, False), (inner_compiled, False, False), (all_compiled, True, True)],
 )
 @torch.no_grad()
-def test_compiled_blocks_are_pruned_as_they_are_uncompiled(compiled, used, copy, model, wanda):
-    (dense, tokenizer), (other, _), ids = loaded(model), loaded(model), torch.arange(16)[None]
+def test_compiled_blocks_are_pruned_as_they_are_uncompiled(compiled, used, copy, model, pair, wanda):
+    (dense, tokenizer), (other, _), ids = pair, loaded(model), torch.arange(16)[None]
     expected = compressx.prune(dense, tokenizer, wanda, copy=copy).model
     compiled(other)
     if used:
@@ -366,12 +344,14 @@ def test_compiled_blocks_are_pruned_as_they_are_uncompiled(compiled, used, copy,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("regions", [False, True])
-def test_blocks_in_a_wrapper_of_the_compiler_are_refused_by_name_before_anything_is_run(regions, model, wanda):
+def test_blocks_in_a_wrapper_of_the_compiler_are_refused_by_name_before_anything_is_run(regions, pair, wanda):
     from accelerate.utils import compile_regions
 
-    dense, tokenizer = loaded(model)
-    dense.model.layers[1] = torch.compile(dense.model.layers[1], backend="eager")
-    given = compile_regions(loaded(model)[0], backend="eager") if regions else dense
+    given, tokenizer = pair
+    if regions:
+        given = compile_regions(given, backend="eager")
+    else:
+        given.model.layers[1] = torch.compile(given.model.layers[1], backend="eager")
     name = "model.embed_tokens and 6 more" if regions else "model.layers.1"
     says = rf"wrapped in OptimizedModule \({name}\); pass its `_orig_mod`, or load the model without the wrapper, first"
     with pytest.raises(ArtifactError, match=says):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.compressx.pipeline.runs import MAGNITUDE, recipe
 from tests.compressx.processes import in_two, torchrun
 
 from compressx.masks.maskset import MaskSet
@@ -20,42 +21,34 @@ from compressx.runtime.errors import CalibrationError, RecipeError
 from compressx.runtime.ranks import Ranks
 from compressx.training.stage import refuse_nothing_held_out, refuse_uneven_steps
 
+OPEN = {"targets": ["*"], "pruner": "wanda"}
 RULES = {
     "mixed": [
         {"targets": ["*.q_proj", "*.k_proj"], "pruner": "attnprune", "sparsity": 0.6, "options": {"sequences": 6}},
         {"targets": ["*.v_proj"], "pruner": "wanda", "sparsity": 0.5, "reconstruct": "sparsegpt"},
         {"targets": ["*"], "pruner": "sparsegpt", "sparsity": 0.5},
     ],
-    "wanda": [{"targets": ["*"], "pruner": "wanda", "pattern": "2:4"}],
+    "wanda": [OPEN | {"pattern": "2:4"}],
 }
-
-MAGNITUDE = [{"targets": ["*"], "pruner": "magnitude", "sparsity": 0.5}]
 
 
 def write_recipe(saved: Path, rules: list[dict[str, Any]], folder: Path, **more: Any) -> Path:
-    text = {"text": str(saved.with_name("text.txt"))}
-    asked = {
-        "model": {"path": str(saved)},
-        "calibration": {"dataset": text, "samples": 8, "sequence_length": 32, "batch_size": 2},
-        "prune": rules,
-        "evaluate": {"token_perplexity": {"dataset": text, "sequence_length": 32, "samples": 8}},
-        "output": str(folder / "out"),
-        "compute_dtype": "float32",  # other processes measure the machine
-        **more,
-    }
+    asked = recipe(saved, *rules, evaluated=True, output=str(folder / "out"), compute_dtype="float32")
+    asked["calibration"]["batch_size"] = 2
+    asked["evaluate"]["token_perplexity"]["samples"] = 8
     path = folder / "recipe.yaml"
-    path.write_text(json.dumps(asked))
+    path.write_text(json.dumps(asked | more))
     return path
 
 
-def _run(recipe: Path) -> str:
-    return run(recipe).to_json()
+def _run(path: Path) -> str:
+    return run(path).to_json()
 
 
-def report_of(recipe: Path, processes: int) -> dict[str, Any]:
+def report_of(path: Path, processes: int) -> dict[str, Any]:
     """Run a recipe on so many processes; returns its report."""
-    returned = in_two(partial(_run, recipe), recipe.parent) if processes == 2 else [_run(recipe)]
-    written = (recipe.parent / "out/report.json").read_text()
+    returned = in_two(partial(_run, path), path.parent) if processes == 2 else [_run(path)]
+    written = (path.parent / "out/report.json").read_text()
     assert returned == [written] * processes
     told: dict[str, Any] = json.loads(written)
     return told
@@ -87,27 +80,24 @@ def test_two_processes_end_as_one_does(model, rules, streaming, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("settings", [{"method": "owl"}, {"method": "divergence", "sparsities": [0.3, 0.7]}])
-def test_an_allocation_is_that_of_one_process_which_reads_the_text_of_all(model, tmp_path, settings):
-    rules, allocation = [{"targets": ["*"], "pruner": "wanda"}], {"target": 0.5, **settings}
-    alone, together = alone_and_together(model, tmp_path, rules, allocation=allocation, evaluate=None)
-    assert alone["allocation"]["units"] == together["allocation"]["units"]
-
-
-@pytest.mark.slow
-def test_the_first_of_two_processes_fine_tunes_as_one_does(model, tmp_path):
-    tuning = {"steps": 3, "learning_rate": 1e-3}
-    alone, together = alone_and_together(model, tmp_path, MAGNITUDE, finetune=tuning)
-    assert alone["finetune"]["losses"] == together["finetune"]["losses"]
+@pytest.mark.parametrize(
+    ("rule", "part", "settings", "key"),
+    [(OPEN, "allocation", {"target": 0.5, "method": "owl"}, "units"),
+     (OPEN, "allocation", {"target": 0.5, "method": "divergence", "sparsities": [0.3, 0.7]}, "units"),
+     (MAGNITUDE, "finetune", {"steps": 3, "learning_rate": 1e-3}, "losses")],
+    ids=["owl", "divergence", "fine-tuning"],
+)  # fmt: skip
+def test_an_allocation_and_fine_tuning_are_those_of_one_process_which_reads_the_text_of_all(
+    model, tmp_path, rule, part, settings, key
+):
+    alone, together = alone_and_together(model, tmp_path, [rule], evaluate=None, **{part: settings})
+    assert alone[part][key] == together[part][key]
 
 
 @pytest.mark.slow
 def test_two_processes_train_blocks_on_both_their_texts_and_end_with_one_model(model, tmp_path):
     joint = {"sparsity": 0.5, "group": "joint"}
-    rules = [
-        {"targets": ["*.down_proj"], "pruner": "sensitivity", **joint},
-        {"targets": ["*"], "pruner": "wanda", **joint},
-    ]
+    rules = [{"targets": ["*.down_proj"], "pruner": "sensitivity", **joint}, OPEN | joint]
     trained = {"passes": 3, "learning_rate": 0.03, "batch_size": 4}
     reports = alone_and_together(model, tmp_path, rules, evaluate=None, reconstruct_block=trained)
     alone, together = ([x["reconstruction"] for x in r["blocks"]] for r in reports)
@@ -116,7 +106,7 @@ def test_two_processes_train_blocks_on_both_their_texts_and_end_with_one_model(m
         assert two["before"] == pytest.approx(one["before"], rel=0.2)  # other windows are held out
 
 
-def test_a_training_step_that_processes_cannot_share_is_refused(model, tmp_path):
+def test_a_training_step_that_processes_cannot_share_or_without_anything_to_hold_out_is_refused(model, tmp_path):
     loaded = load_recipe(write_recipe(model, RULES["wanda"], tmp_path, reconstruct_block={"batch_size": 6}))
     for processes in (1, 3):
         refuse_uneven_steps(loaded, processes)
@@ -124,18 +114,13 @@ def test_a_training_step_that_processes_cannot_share_is_refused(model, tmp_path)
         told = f"a step of 6 windows cannot be shared by {processes} processes in calibration batches of 2; "
         with pytest.raises(RecipeError, match=f"{told}expected {expected}$"):
             refuse_uneven_steps(loaded, processes)
-
-
-def test_training_of_which_nothing_could_be_held_out_is_refused(model, tmp_path):
-    loaded = load_recipe(write_recipe(model, RULES["wanda"], tmp_path, reconstruct_block={}))
     refuse_nothing_held_out(loaded, 2)  # 8 windows in batches of 2
     told = r"are one batch of 2 for each of 4 processes; expected.*calibration\.samples of 12 or more, or a smaller"
     with pytest.raises(RecipeError, match=told):
         refuse_nothing_held_out(loaded, 4)
     few = load_recipe(tmp_path / "recipe.yaml", ["calibration.samples=2"])
-    with pytest.raises(
-        RecipeError, match=r"recipe\.yaml:\d+:\d+: no batch is left to hold out: 2 calibration windows are"
-    ):
+    told = r"recipe\.yaml:\d+:\d+: no batch is left to hold out: 2 calibration windows are"
+    with pytest.raises(RecipeError, match=told):
         plan(few)
 
 
@@ -162,9 +147,9 @@ def test_what_processes_cannot_share_is_refused_before_anything_is_written(
 
 @pytest.mark.slow
 def test_the_runs_of_a_sweep_find_one_another_each_time_and_the_first_process_tells(model, tmp_path):
-    recipe = write_recipe(model, MAGNITUDE, tmp_path, evaluate=None, calibration=None)
+    path = write_recipe(model, [MAGNITUDE], tmp_path, evaluate=None, calibration=None)
     sparsities = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6]
-    done = torchrun(recipe, f"--grid=prune.0.sparsity={','.join(map(str, sparsities))}", command="sweep")
+    done = torchrun(path, f"--grid=prune.0.sparsity={','.join(map(str, sparsities))}", command="sweep")
     assert done.returncode == 0, done.stderr
     assert [done.stdout.count(f"[{i}/6]") for i in range(1, 7)] == [1] * 6
     reports = [json.loads((tmp_path / f"out-sweep/sparsity={s}/report.json").read_text()) for s in sparsities]
@@ -213,9 +198,9 @@ def compressx_pruners():
 '''
 
 
-def _go_on(recipe: Path, folder: Path) -> None:
+def _go_on(path: Path, folder: Path) -> None:
     sys.path.insert(0, str(folder))
-    run(recipe, plugins=load_plugins(modules=("stopping",)), resume=True)
+    run(path, plugins=load_plugins(modules=("stopping",)), resume=True)
 
 
 def finished(folder: Path) -> list[str]:
@@ -232,10 +217,10 @@ def test_a_process_that_is_killed_or_sigterm_to_torchrun_ends_all_and_they_go_on
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("FOLDER", str(tmp_path))
     rules = [{"targets": ["*"], "pruner": "stopping", "sparsity": 0.5}]
-    recipe = write_recipe(model, rules, tmp_path, evaluate=None)
+    path = write_recipe(model, rules, tmp_path, evaluate=None)
     for block, (stop, ending) in enumerate([("itself", "SIGKILL"), ("all", "SIGTERM")], start=1):
         monkeypatch.setenv("STOP", f"{stop} in {block}")
-        died = torchrun(recipe, "--resume", plugins=("stopping",))
+        died = torchrun(path, "--resume", plugins=("stopping",))
         assert died.returncode != 0
         assert ending in died.stderr, died.stderr
         assert "[rank" not in died.stderr  # a traceback of another process
@@ -244,8 +229,8 @@ def test_a_process_that_is_killed_or_sigterm_to_torchrun_ends_all_and_they_go_on
         assert finished(tmp_path) == [f"model.layers.{i}" for i in range(block)]
         assert not (tmp_path / "out").exists()
     monkeypatch.delenv("STOP")
-    in_two(partial(_go_on, recipe, tmp_path), tmp_path)
+    in_two(partial(_go_on, path, tmp_path), tmp_path)
     (tmp_path / "out").rename(tmp_path / "resumed")
-    in_two(partial(_go_on, recipe, tmp_path), tmp_path)
+    in_two(partial(_go_on, path, tmp_path), tmp_path)
     for file in ("masks.safetensors", "model/model.safetensors"):
         assert (tmp_path / "out" / file).read_bytes() == (tmp_path / "resumed" / file).read_bytes()

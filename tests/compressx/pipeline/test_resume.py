@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.compressx.pipeline.runs import artifacts, leftovers, recipe, stopped
+from tests.compressx.depths import THIRD
+from tests.compressx.pipeline.runs import MAGNITUDE, artifacts, leftovers, recipe, stopped
 from tests.compressx.saved import save_tiny
 
 from compressx.pipeline.run import run
@@ -29,66 +30,65 @@ RULES: list[dict[str, Any]] = [
     {"targets": ["*.q_proj", "*.k_proj"], "pruner": "attnprune", "sparsity": 0.6},
     {"targets": ["*"], "pruner": "sparsegpt", "sparsity": 0.5},
 ]
-QUICK: list[dict[str, Any]] = [{"targets": [t], "pruner": "wanda", "sparsity": 0.5} for t in ("lm_head", "*")]
-ALLOCATED = [{k: v for k, v in rule.items() if k != "sparsity"} for rule in RULES]
+SENSITIVE: dict[str, Any] = {"targets": ["*"], "pruner": "sensitivity", "sparsity": 0.5}
+WANDA: dict[str, Any] = {"targets": ["*"], "pruner": "wanda", "sparsity": 0.5}
+OPEN: dict[str, Any] = {"targets": ["*"], "pruner": "wanda"}
+QUICK: list[dict[str, Any]] = [WANDA | {"targets": [target]} for target in ("lm_head", "*")]
 
 
+@pytest.fixture
 def quick(model: Path) -> dict[str, Any]:
     return recipe(model, *QUICK)
 
 
-def go_on(asked: dict[str, Any]) -> list[tuple[str, int]]:
-    """Resume a run; returns the stages and steps that it tells of."""
-    told: list[tuple[str, int]] = []
-    run(asked, resume=True, progress=lambda stage, done, *_: told.append((stage, done)))
-    return told
+RESUMED: dict[str, tuple[str, int, tuple[dict[str, Any], ...], dict[str, Any]]] = {
+    "both streams and sensitivities": ("llama", 1, (SENSITIVE,), {"reconstruct_block": {"passes": 1}}),
+    "streamed": ("llama", 1, (SENSITIVE,), {"reconstruct_block": {"passes": 1}, "model": {"streaming": True}}),
+    "attnprune": ("llama", 2, tuple({k: v for k, v in rule.items() if k != "sparsity"} for rule in RULES),
+                  {"allocation": {"method": "attention-aware", "target": 0.5}}),
+    "N:M and other patterns": ("llama", 1, (OPEN | {"targets": ["*.mlp.*"], "pattern": "2:4"}, OPEN),
+                               {"allocation": {"method": "owl", "target": 0.55}}),
+    "dropped blocks": ("llama", 2, (THIRD, WANDA | {"targets": ["*.up_proj"]}), {}),
+    "shrunk": ("llama", 2, tuple(WANDA | {"pattern": x} for x in ("neurons", "kv-groups")), {"shrink": True}),
+    "experts": ("mixtral", 2, (WANDA | {"pruner": "reap", "pattern": "experts"},), {"shrink": True}),
+}  # fmt: skip
+"""By what has to be kept: the model, after how many blocks the run is stopped, its rules, and further sections."""
+SLOW = {"streamed", "attnprune", "N:M and other patterns"}
 
 
-def resumed(asked: dict[str, Any], after: int) -> None:
-    """Check that a run that was stopped after so many blocks ends as one that was not."""
+@pytest.mark.parametrize("about", [pytest.param(x, marks=[pytest.mark.slow] * (x in SLOW)) for x in RESUMED])
+def test_a_resumed_run_ends_with_the_files_of_one_that_was_not_interrupted(about, models):
+    architecture, after, rules, sections = RESUMED[about]
+    asked = recipe(models(architecture), *rules, evaluated=True)
+    asked |= {**sections, "model": {**asked["model"], **sections.get("model", {})}}
     run({**asked, "output": "whole"})
-    left = stopped(asked, after)
-    assert json.loads((left / "state.json").read_text())["finished"] == [f"model.layers.{i}" for i in range(after)]
+    state = json.loads((stopped(asked, after) / "state.json").read_text())
+    assert state["finished"] == [f"model.layers.{i}" for i in range(after)]
+    assert len(state["scores"]) == (3 if about == "dropped blocks" else 0)
     assert not Path("out").exists()
-    told = go_on(asked)
-    assert [done for stage, done in told if stage == "prune"] == list(range(after, 4))
-    assert all(stage != "allocate" for stage, _ in told)
+    told: list[tuple[str, int, str]] = []
+    report = run(asked, resume=True, progress=lambda stage, done, _, note: told.append((stage, done, note)))
+    assert [done for stage, done, _ in told if stage == "prune"] == list(range(after, 4))
+    assert all(stage != "allocate" and note != "blocks scored" for stage, _, note in told)
     assert artifacts("out") == artifacts("whole")
+    assert report.evaluation["pruned"] != report.evaluation["dense"]
     assert not leftovers()
 
 
-@pytest.mark.parametrize("streaming", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_resumed_run_ends_with_the_files_of_one_that_was_not_interrupted(model, streaming):
-    """With what a block leaves for the next: both streams of block reconstruction, and the sensitivities."""
-    rule = {"targets": ["*"], "pruner": "sensitivity", "sparsity": 0.5}
-    asked = recipe(model, rule, evaluated=True, reconstruct_block={"passes": 1})
-    asked["model"]["streaming"] = streaming
-    resumed(asked, 1)
-
-
 @pytest.mark.slow
-def test_a_resumed_run_of_attnprune_ends_with_the_same_allocation_and_figures(model, drawn):
-    allocation = {"method": "attention-aware", "target": 0.5}
-    resumed(recipe(model, *ALLOCATED, allocation=allocation), 2)
+def test_figures_of_a_resumed_run_are_those_of_one_that_was_not_interrupted(model, drawn):
+    asked = recipe(model, *RULES)
+    run({**asked, "output": "whole"})
+    stopped(asked, 2)
+    run(asked, resume=True)
+    assert artifacts("out") == artifacts("whole")
     assert len([*Path("out/plots").iterdir()]) > 3
-
-
-@pytest.mark.slow
-def test_what_an_allocation_chose_for_n_m_and_other_patterns_is_kept(model):
-    patterned = [{"targets": ["*.mlp.*"], "pruner": "wanda", "pattern": "2:4"}, {"targets": ["*"], "pruner": "wanda"}]
-    asked = recipe(model, *patterned, allocation={"method": "owl", "target": 0.55})
-    resumed(asked, 1)
-    asked["allocation"] = {"method": "owl", "target": 0.6}
-    stopped(asked, 1, restart=True, replace=True)
-    with pytest.raises(ArtifactError, match=r"inputs have changed: allocation\.target: was 0\.6, is 0\.61"):
-        run({**asked, "allocation": {"method": "owl", "target": 0.61}}, resume=True, replace=True)
 
 
 @pytest.mark.parametrize("interrupted", [6, *(pytest.param(at, marks=pytest.mark.slow) for at in (2, 5))])
 def test_a_block_whose_training_is_interrupted_ends_with_its_best_weights_too(model, monkeypatch, interrupted):
     """Four held-out errors a block, the last not the lowest; of its passes nothing is kept, so it starts over."""
-    settings = {"passes": 3, "learning_rate": 0.3}
-    asked = recipe(model, {"targets": ["*"], "pruner": "wanda", "sparsity": 0.5}, reconstruct_block=settings)
+    asked = recipe(model, reconstruct_block={"passes": 3, "learning_rate": 0.3})
     blocks = run({**asked, "output": "whole"}).blocks
     errors = [block.reconstruction.history for block in blocks if block.reconstruction is not None]
     assert min(errors[1]) < errors[1][-1]
@@ -106,31 +106,23 @@ def test_a_block_whose_training_is_interrupted_ends_with_its_best_weights_too(mo
     assert artifacts("out") == artifacts("whole")
 
 
-def test_a_run_can_be_interrupted_again_and_again_and_keeps_the_states_of_its_last_block(model):
-    asked = quick(model)
-    run({**asked, "output": "whole"}, resume=True)  # there is nothing to resume
+def test_a_run_can_be_interrupted_again_and_again_and_its_blocks_are_not_thrown_away_unasked(quick):
+    """It keeps the states of its last block; what lies outside the blocks is not pruned again."""
+    run({**quick, "output": "whole"}, resume=True)  # there is nothing to resume
     for block in (1, 2, 3):
-        left = stopped(asked, 1, resume=True)
+        left = stopped(quick, 1, resume=True)
         assert [p.name for p in left.glob("blocks/states-*")] == [f"states-{block}.0.safetensors"]
-    run(asked, resume=True)
+        with pytest.raises(
+            ArtifactError, match=r"was interrupted.*continue with --resume, or start over with --restart"
+        ):
+            run(quick)
+    stopped(quick, 1, resume=True)
+    told: list[int] = []
+    run(quick, resume=True, progress=lambda stage, done, *_: stage == "prune" and told.append(done))
+    assert told == [4]
     assert artifacts("out") == artifacts("whole")
-
-
-def test_what_lies_outside_the_blocks_is_not_pruned_again(model):
-    asked = quick(model)
-    run({**asked, "output": "whole"})
-    stopped(asked, 4)
-    assert [done for stage, done in go_on(asked) if stage == "prune"] == [4]
-    assert artifacts("out") == artifacts("whole")
-
-
-def test_finished_blocks_are_not_thrown_away_unasked(model):
-    asked = quick(model)
-    stopped(asked, 2)
-    with pytest.raises(ArtifactError, match=r"was interrupted.*continue with --resume, or start over with --restart"):
-        run(asked)
-    assert len(leftovers()) == 1
-    run(asked, restart=True)
+    stopped(quick, 2, restart=True)
+    run(quick, restart=True)
     assert not leftovers()
 
 
@@ -142,22 +134,44 @@ CHANGED: list[tuple[dict[str, Any], str]] = [
     ({"reconstruct_block": {"passes": 1}}, "reconstruct_block: was null"),
     ({"ignore": ["*.o_proj"]}, "ignore: was null"),
 ]
+OTHERS = (("processes", 2), ("device", "tpu"), ("versions.compressx", "99"), ("plugins.wanda", "99"))
 
 
-def test_another_run_is_not_resumed_and_what_differs_is_named(model):
-    asked = quick(model)
-    stopped(asked, 1)
+def test_another_run_is_not_resumed_and_what_differs_is_named(model, quick):
+    """A refusal leaves the run, and what is evaluated decides nothing of it."""
+    state = stopped(quick, 1) / "state.json"
     for changed, named in CHANGED:
-        other = {k: {**asked.get(k, {}), **v} if isinstance(v, dict) else v for k, v in changed.items()}
+        other = {k: {**quick.get(k, {}), **v} if isinstance(v, dict) else v for k, v in changed.items()}
         with pytest.raises(ArtifactError, match=f"cannot be resumed.*{named}"):
-            run({**asked, **other}, resume=True)
-    run({**asked, "evaluate": recipe(model, evaluated=True)["evaluate"]}, resume=True)
-    assert Path("out/report.json").is_file(), "a refusal leaves the run, and what is evaluated decides nothing of it"
+            run({**quick, **other}, resume=True)
+    whole = state.read_text()
+    for name, was in OTHERS:
+        told = json.loads(whole)
+        *above, key = name.split(".")
+        changed = told["fingerprint"][above[0]] if above else told["fingerprint"]
+        change = f"{name}: was {json.dumps(was)}, is {json.dumps(changed[key])}"
+        changed[key] = was
+        state.write_text(json.dumps(told))
+        with pytest.raises(ArtifactError, match=f"cannot be resumed.*{re.escape(change)}"):
+            run(quick, resume=True)
+    state.write_text(whole)
+    run({**quick, "evaluate": recipe(model, evaluated=True)["evaluate"]}, resume=True)
+    assert Path("out/report.json").is_file()
+
+
+@pytest.mark.slow
+def test_a_run_with_another_target_of_its_allocation_is_not_resumed(model):
+    def asked(target: float) -> dict[str, Any]:
+        return recipe(model, OPEN, allocation={"method": "owl", "target": target})
+
+    stopped(asked(0.6), 1)
+    with pytest.raises(ArtifactError, match=r"inputs have changed: allocation\.target: was 0\.6, is 0\.61"):
+        run(asked(0.61), resume=True)
 
 
 def test_fine_tuning_may_be_added_to_an_interrupted_run_and_taken_out(model):
     """Also where nothing else multiplies matrices, so that there is a compute_dtype only with it."""
-    plain = recipe(model, {"targets": ["*"], "pruner": "magnitude", "sparsity": 0.5})
+    plain = recipe(model, MAGNITUDE)
     tuned = {**plain, "finetune": {"steps": 1, "batch_size": 2, "gradient_checkpointing": False}}
     for before, after in ((plain, tuned), (tuned, plain)):
         stopped(before, 2)
@@ -188,7 +202,7 @@ def compressx_pruners():
 def test_a_run_is_not_resumed_with_a_plugin_that_was_edited(model, monkeypatch):
     monkeypatch.syspath_prepend(str(Path.cwd()))
     Path("edited_later.py").write_text(PLUGIN)
-    asked = {**quick(model), "prune": [{"targets": ["*"], "pruner": "largest", "sparsity": 0.5}]}
+    asked = recipe(model, WANDA | {"pruner": "largest"})
     stopped(asked, 1, modules=("edited_later",))
     plugins = load_plugins(modules=("edited_later",))
     Path("edited_later.py").write_text(PLUGIN.replace(".abs()", ".abs().sqrt()"))
@@ -198,39 +212,23 @@ def test_a_run_is_not_resumed_with_a_plugin_that_was_edited(model, monkeypatch):
     run(asked, plugins=plugins, resume=True)
 
 
-def test_a_run_of_other_processes_another_version_or_on_another_device_is_not_resumed(model):
-    asked = quick(model)
-    state = stopped(asked, 1) / "state.json"
-    whole = state.read_text()
-    for name, was in (("processes", 2), ("device", "tpu"), ("versions.compressx", "99"), ("plugins.wanda", "99")):
-        told = json.loads(whole)
-        *above, key = name.split(".")
-        changed = told["fingerprint"][above[0]] if above else told["fingerprint"]
-        change = f"{name}: was {json.dumps(was)}, is {json.dumps(changed[key])}"
-        changed[key] = was
-        state.write_text(json.dumps(told))
-        with pytest.raises(ArtifactError, match=f"cannot be resumed.*{re.escape(change)}"):
-            run(asked, resume=True)
-
-
 def test_a_model_with_another_config_is_another_model(tmp_path):
-    model = save_tiny(tmp_path / "model", "llama")
-    stopped(quick(model), 1)
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-3}))
+    asked = recipe(save_tiny(tmp_path / "model", "llama"), *QUICK)
+    stopped(asked, 1)
+    config = json.loads((tmp_path / "model/config.json").read_text())
+    (tmp_path / "model/config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-3}))
     with pytest.raises(ArtifactError, match=r"cannot be resumed.*model config: was"):
-        run(quick(model), resume=True)
+        run(asked, resume=True)
 
 
-def test_seconds_are_those_of_the_interrupted_run_too_and_nothing_half_written_stays(model):
-    asked = quick(model)
-    left = stopped(asked, 2)
-    spent = json.loads((left / "state.json").read_text())["seconds"]
-    (left / ".masks.safetensors.0123abcd.partial").write_text("half")
+def test_seconds_are_those_of_the_interrupted_run_too_and_nothing_half_written_stays(quick):
+    left = stopped(quick, 2)
     told = json.loads((left / "state.json").read_text())
-    told["seconds"] = {**spent, "prune": spent["prune"] + 1000}
+    spent = dict(told["seconds"])
+    told["seconds"]["prune"] += 1000
     (left / "state.json").write_text(json.dumps(told))
-    seconds = run(asked, resume=True).seconds
+    (left / ".masks.safetensors.0123abcd.partial").write_text("half")
+    seconds = run(quick, resume=True).seconds
     assert seconds["prune"] > 1000 + spent["prune"] > 1000
     assert seconds["total"] > 1000 + spent["total"]
     assert seconds["load"] > spent["load"]
@@ -241,15 +239,14 @@ IN_BLOCKS = ("0.json", "0.safetensors", "0.masks.safetensors")
 DAMAGED = ["state.json", "blocks/states-1.0.safetensors", *(f"blocks/model.layers.{name}" for name in IN_BLOCKS)]
 
 
-def test_a_damaged_record_is_named_and_not_gone_on_with(model):
-    asked = quick(model)
-    left = stopped(asked, 1)
+def test_a_damaged_record_is_named_and_not_gone_on_with(quick):
+    left = stopped(quick, 1)
     told: list[str] = []
     for damaged in DAMAGED:
         whole = (left / damaged).read_bytes()
         (left / damaged).write_bytes(whole[:-20])
         with pytest.raises(ArtifactError, match=re.escape(Path(damaged).name)):
-            run(asked, resume=True, progress=lambda stage, *_: told.append(stage))
+            run(quick, resume=True, progress=lambda stage, *_: told.append(stage))
         assert "prune" not in told, "masks that are damaged would otherwise be noticed when all blocks are done"
         (left / damaged).write_bytes(whole)
 
@@ -318,14 +315,13 @@ def test_killed_at_random_moments_a_run_still_ends_with_the_same_files(model, st
 
 @pytest.mark.slow
 @pytest.mark.parametrize("limit", [2_000, 60_000])
-def test_a_full_disk_is_an_error_with_the_file_and_after_it_a_run_goes_on(model, limit):
+def test_a_full_disk_is_an_error_with_the_file_and_after_it_a_run_goes_on(quick, limit):
     """A limit on the size of files stands in: the larger it is, the later the write that fails."""
-    asked = quick(model)
-    process = start(asked, limit=limit)
+    process = start(quick, limit=limit)
     process.join()
     assert process.exitcode == 2
     assert Path("error.txt").read_text().removeprefix("<dict>:model: ").startswith("cannot ")  # which is tried first
     assert not Path("out").exists()
-    run(asked, resume=True)
-    run({**asked, "output": "whole"})
+    run(quick, resume=True)
+    run({**quick, "output": "whole"})
     assert artifacts("out") == artifacts("whole")

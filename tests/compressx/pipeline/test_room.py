@@ -10,7 +10,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from tests.compressx.pipeline.runs import recipe
+from tests.compressx.pipeline.runs import MAGNITUDE, recipe
 
 from compressx.models.checkpoint import find_checkpoint
 from compressx.models.loading import load_skeleton
@@ -83,10 +83,13 @@ STAGES: dict[str, tuple[str, dict[str, Any], str]] = {
 @pytest.mark.parametrize("stage", STAGES)
 def test_memory_that_runs_out_is_told_with_what_did_not_fit_and_which_keys_to_change(model, stage, monkeypatch):
     where, sections, told = STAGES[stage]
-
     for error, missing in ((NO_GPU_MEMORY, OF_GPU), (NO_MAIN_MEMORY, OF_MAIN), (MemoryError(), OF_PYTHON)):
         monkeypatch.setattr(where, Mock(side_effect=error))
         with pytest.raises(OutOfMemoryError, match=f"^{re.escape(told.format(missing))}"):
+            run(recipe(model, **sections), restart=True)
+    if stage == "a block":
+        monkeypatch.setattr(where, Mock(side_effect=RuntimeError("mat1 and mat2 shapes cannot be multiplied")))
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
             run(recipe(model, **sections), restart=True)
 
 
@@ -96,13 +99,6 @@ def test_a_model_in_memory_cannot_be_streamed_and_is_told_to_be_in_part_pruned(m
     with pytest.raises(OutOfMemoryError, match="; the model is no longer as it was: 0 of 3 blocks") as raised:
         prune(tiny_model("llama"), None, asked, calibration=tiny_tokens())
     assert "streaming" not in str(raised.value)
-
-
-def test_an_error_that_is_not_about_memory_stays_what_it_is(model, monkeypatch):
-    error = RuntimeError("mat1 and mat2 shapes cannot be multiplied")
-    monkeypatch.setattr("compressx.blocks.prune.advance", Mock(side_effect=error))
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        run(recipe(model))
 
 
 # --- fine-tuning
@@ -118,12 +114,18 @@ def parts_of(asked: dict[str, Any]) -> dict[str, int]:
 
 
 def test_fine_tuning_is_refused_before_anything_is_read_if_it_cannot_fit(model, monkeypatch):
+    """What fits is not refused, processes that do not train hold their models too, and a plan refuses nothing."""
     asked = recipe(model, finetune={"steps": 2})
-    asked["calibration"]["dataset"] = {"text": str(model.with_name("text.txt"))}
-    parts = parts_of(asked)
-    needed = sum(parts.values())
-    monkeypatch.setattr(room, "free_memory", lambda _: needed - 1)
+    needed = sum(parts_of(asked).values())
+    monkeypatch.setattr(room, "free_memory", lambda _: needed)
+    run({**asked, "output": "fits"})
     monkeypatch.setattr("compressx.pipeline.inputs.read_all", lambda *_, **__: pytest.fail("text was read"))
+    whole = 2 * 4 * sum(p.numel() for p in tiny_model("llama").parameters())
+    with monkeypatch.context() as patch:
+        patch.setenv("LOCAL_WORLD_SIZE", "3")
+        with pytest.raises(RecipeError, match=f"models of the other processes {re.escape(f'{whole / 1e9:.3g}')} GB"):
+            run(asked)
+    monkeypatch.setattr(room, "free_memory", lambda _: needed - 1)
     with pytest.raises(RecipeError) as raised:
         run(asked)
     told = str(raised.value)
@@ -137,35 +139,16 @@ def test_fine_tuning_is_refused_before_anything_is_read_if_it_cannot_fit(model, 
         assert smaller < needed
         assert f"{option} ({smaller / 1e9:.3g} GB)" in told
     assert not Path("out").exists()
-
-
-def test_fine_tuning_that_fits_is_not_refused_and_a_plan_may_be_made_on_a_smaller_machine(model, monkeypatch):
-    asked = recipe(model, finetune={"steps": 1})
-    needed = sum(parts_of(asked).values())
-    monkeypatch.setattr(room, "free_memory", lambda _: needed)
-    run(asked)
     monkeypatch.setattr(room, "free_memory", lambda _: 0)
     plan(asked)
 
 
 def test_of_a_model_in_memory_only_what_comes_on_top_has_to_be_free(monkeypatch):
     model = tiny_model("llama")
-    asked = {"prune": [{"targets": ["*"], "pruner": "magnitude", "sparsity": 0.5}], "finetune": {"steps": 1}}
     monkeypatch.setattr(room, "free_memory", lambda _: 0)
-    with pytest.raises(RecipeError, match="fine-tuning needs at least") as raised:
-        prune(model, None, asked, calibration=tiny_tokens())
     has = sum(p.numel() for p in model.parameters()) * 4
-    assert f"but cpu has {has / 1e9:.3g} GB" in str(raised.value)
-
-
-def test_processes_that_do_not_train_hold_their_models_too(model, monkeypatch):
-    asked = recipe(model, finetune={"steps": 2})
-    needed = sum(parts_of(asked).values())
-    monkeypatch.setattr(room, "free_memory", lambda _: needed)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
-    whole = 2 * 4 * sum(p.numel() for p in tiny_model("llama").parameters())
-    with pytest.raises(RecipeError, match=f"models of the other processes {re.escape(f'{whole / 1e9:.3g}')} GB"):
-        run(asked)
+    with pytest.raises(RecipeError, match=f"fine-tuning needs at least .*but cpu has {has / 1e9:.3g} GB"):
+        prune(model, None, {"prune": [MAGNITUDE], "finetune": {"steps": 1}}, calibration=tiny_tokens())
 
 
 def tensor_bytes() -> int:
@@ -178,16 +161,11 @@ def tensor_bytes() -> int:
 
 @pytest.mark.parametrize(
     "change",
-    [
-        {},
-        *(
-            pytest.param(one, marks=pytest.mark.slow)
-            for one in ({"teacher": "none"}, {"held_out": 0}, {"lora": {"rank": 4}})
-        ),
-    ],
+    [{}, *(pytest.param({key: value}, marks=pytest.mark.slow)
+           for key, value in (("teacher", "none"), ("held_out", 0), ("lora", {"rank": 4})))],
     ids=str,
-)
-def test_the_estimate_is_what_the_tensors_of_a_training_take(model, change, monkeypatch):
+)  # fmt: skip
+def test_the_estimate_is_what_the_tensors_of_a_training_take(model, change):
     """Between two steps there are no gradients and no logits."""
     asked = recipe(model, finetune={"steps": 2, **change})
     expected = {k: v for k, v in parts_of(asked).items() if k not in {"gradients", "logits"}}

@@ -17,8 +17,8 @@ import pytest
 import torch
 from pydantic import BaseModel
 from safetensors.torch import save_file
-from tests.compressx.pipeline.runs import recipe, stopped, weights
-from tests.compressx.saved import save_tiny
+from tests.compressx.depths import THIRD
+from tests.compressx.pipeline.runs import MAGNITUDE, files, recipe, same, stopped, weights
 
 import compressx
 from compressx.allocation.units import Curve
@@ -56,12 +56,11 @@ def mixed(models: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return output
 
 
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    """Whether two models have the same weights to the bit."""
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-
-
 # --- what a run does
+
+
+class NoOptions(BaseModel):
+    pass
 
 
 class Reacting:
@@ -155,7 +154,7 @@ def test_attention_in_one_fused_weight_is_pruned_beside_the_rest(models):
 
 
 def test_magnitude_reads_no_text(model):
-    given = recipe(model, {"targets": ["*"], "pruner": "magnitude", "sparsity": 0.5})
+    given = recipe(model, MAGNITUDE)
     Path("short.txt").write_text("w1")  # any pruner that observes would refuse it
     given["calibration"]["dataset"] = {"text": "short.txt"}
     assert run(given).sparsity == 0.5
@@ -172,14 +171,19 @@ def allocated(model: Path, target: float = 0.5, **settings: Any) -> dict[str, An
     return whole | {"allocation": {"method": "attention-aware", "target": target, **settings}}
 
 
+def counted(masks: MaskSet) -> tuple[int, dict[str, int]]:
+    """Return how many weights there are, and each linear's zeros."""
+    return sum(entry.keep.numel() for entry in masks.values()), {
+        name: int((~entry.keep).sum()) for name, entry in masks.items()
+    }
+
+
 @pytest.mark.slow
 def test_allocation_reaches_its_target_to_the_weight_and_says_how(model):
     """On the way it tells of every block that is measured, and what it chose is in the plan and the reports."""
     target, told = 0.537, []
-    asked = allocated(model, target)
-    report = run(asked, progress=lambda *step: told.append(step))
-    masks = MaskSet.load("out/masks.safetensors")
-    weights, zeros = counted(masks)
+    report = run(allocated(model, target), progress=lambda *step: told.append(step))
+    weights, zeros = counted(MaskSet.load("out/masks.safetensors"))
     assert sum(zeros.values()) == round(target * weights)
     assert (report.allocation.zeros, report.allocation.weights) == (round(target * weights), weights)
     assert [len(u.linears) for u in report.allocation.units] == [2, 5] * 3
@@ -207,12 +211,6 @@ def test_allocation_reaches_its_target_to_the_weight_and_says_how(model):
     row = f"| model.layers.0 | q_proj, k_proj | attnprune | {written['sparsity']:.2%} | {written['divergence']:.3g} |"
     assert row in text
     assert "| q_proj | attnprune | allocated joint | 3 |" in text
-
-
-def counted(masks: MaskSet, under: str = "") -> tuple[int, dict[str, int]]:
-    """Return how many weights there are under a name, and each linear's zeros."""
-    keeps = {name: entry.keep for name, entry in masks.items() if name.startswith(under)}
-    return sum(keep.numel() for keep in keeps.values()), {name: int((~keep).sum()) for name, keep in keeps.items()}
 
 
 def test_allocation_measures_on_the_dense_model_and_leaves_it_dense(model):
@@ -312,22 +310,18 @@ def test_what_an_allocation_measures_serves_every_target_of_the_same_rules_and_t
     measured: list[int] = []
     real = methods.measure
     monkeypatch.setattr(methods, "measure", lambda *a, **k: (measured.append(1), real(*a, **k))[1])
-    settings = {"method": "divergence", "samples": 4, "sparsities": [0.4, 0.8]}
 
-    def allocated(target: float, **changed: Any) -> RunReport:
-        given = recipe(
-            model, {"targets": ["*"], "pruner": "wanda"}, allocation={**settings, "target": target, **changed}
-        )
-        return run(given, replace=True)
+    def allocated(target: float, sparsities: tuple[float, ...] = (0.4, 0.8)) -> RunReport:
+        settings = {"method": "divergence", "samples": 4, "sparsities": list(sparsities), "target": target}
+        return run(recipe(model, {"targets": ["*"], "pruner": "wanda"}, allocation=settings), replace=True)
 
-    first = allocated(0.5)
-    other = allocated(0.6)
+    first, other = allocated(0.5), allocated(0.6)
     assert len(measured) == 1
     assert [u.divergences for u in other.allocation.units] == [u.divergences for u in first.allocation.units]
     assert other.sparsity == pytest.approx(0.6, abs=1e-3)
     shutil.rmtree("cache")
     assert allocated(0.6).allocation == other.allocation, "the same as when it is measured"
-    allocated(0.6, sparsities=[0.4, 0.7])
+    allocated(0.6, sparsities=(0.4, 0.7))
     assert len(measured) == 3
 
 
@@ -357,6 +351,8 @@ def test_progress_and_hooks_hear_of_every_block_and_of_the_end(model, plugins, m
     assert tuple(layer for b in blocks for layer in b.layers) == report.layers
     assert all(b.seconds > 0 for b in blocks)
     assert finished == [(report, Path.cwd() / "out", True)]
+    with pytest.raises(ArtifactError, match=r"~/out was written by another recipe \(ignore: "):
+        plan(asked | {"ignore": ["*.o_proj"]})
 
 
 @pytest.mark.slow
@@ -371,10 +367,6 @@ def test_the_written_recipe_and_plan_repeat_the_run_to_the_bit(mixed):
 
 
 # --- figures
-
-
-class NoOptions(BaseModel):
-    pass
 
 
 class Showing:
@@ -420,38 +412,34 @@ def test_a_run_with_nothing_to_show_has_no_plots_and_does_without_matplotlib(mod
 # --- the output folder, and what is refused
 
 
-@dataclasses.dataclass(eq=False)
-class Breaking:
-    error: type[BaseException]
-
-    @compressx.hookimpl
-    def compressx_block_pruned(self, report: BlockReport) -> None:
-        if report.index == 1:
-            raise self.error
-
-
 @pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
 def test_a_run_that_fails_half_way_leaves_the_earlier_output_and_keeps_finished_blocks_beside_it(error, model, plugins):
-    given = recipe(model, {"targets": ["*"], "pruner": "magnitude", "sparsity": 0.5})
+    class Breaking:
+        @compressx.hookimpl
+        def compressx_block_pruned(self, report: BlockReport) -> None:
+            if report.index == 1:
+                raise error
+
+    given = recipe(model, {**MAGNITUDE})
     run(given, plugins=plugins)
-    before = {p: p.read_bytes() for p in Path("out").rglob("*") if p.is_file()}
-    plugins.manager.register(Breaking(error))
+    before = files("out")
+    plugins.manager.register(Breaking())
     given["prune"][0]["sparsity"] = 0.25
     with pytest.raises(error):
         run(given, plugins=plugins, replace=True)
-    assert {p: p.read_bytes() for p in Path("out").rglob("*") if p.is_file()} == before
-    (kept,) = (p for p in Path().iterdir() if p.name != "out")
-    assert json.loads((kept / "state.json").read_text())["finished"] == ["model.layers.0", "model.layers.1"]
+    assert files("out") == before
+    (left,) = (p for p in Path().iterdir() if p.name != "out")
+    assert json.loads((left / "state.json").read_text())["finished"] == ["model.layers.0", "model.layers.1"]
 
 
 @pytest.mark.parametrize("section", ["calibration", "evaluation"])
-def test_text_that_is_too_short_is_refused_before_weights_are_loaded(model, monkeypatch, section):
+def test_text_that_is_too_short_is_refused_before_weights_are_loaded(model, unloaded, section):
     given = recipe(model, evaluated=True)
     settings = given["calibration"] if section == "calibration" else given["evaluate"]["token_perplexity"]
     settings["samples"] = 1000
-    monkeypatch.setattr("compressx.pipeline.inputs.open_model", lambda *_: pytest.fail("weights were loaded"))
-    told = f"^<dict>:.*{section} needs 1000 windows of 32 tokens; the text has 600"
-    with pytest.raises(CalibrationError, match=told):
+    with pytest.raises(
+        CalibrationError, match=f"^<dict>:.*{section} needs 1000 windows of 32 tokens; the text has 600"
+    ):
         run(given)
     assert not Path("out").exists()
 
@@ -499,46 +487,47 @@ STATES = 8 * 32 * 64 * 4
 """Bytes of the hidden states of a recipe's calibration text between two blocks."""
 
 
+SHAPES = [x.weight.shape for x in survey(tiny_model("llama")).linears.values()]
+ADAPTERS, LINEARS = sum(2 * sum(shape) for shape in SHAPES), sum(shape.numel() for shape in SHAPES)
+
+
 @pytest.mark.parametrize(
-    ("more", "states", "streams"),
-    [({}, 2, 1), ({"memory_limit": 10**6}, 2, 1), ({"memory_limit": STATES - 1}, 3, 1), ({}, 2, 2)],
+    ("calibration", "sections", "told"),
+    [
+        ({}, {}, f"hidden states {2 * STATES}"),
+        ({"memory_limit": 10**6}, {}, f"hidden states {2 * STATES}"),
+        ({"memory_limit": STATES - 1}, {}, f"hidden states {3 * STATES}"),
+        ({}, {"reconstruct_block": {}}, f"hidden states {4 * STATES}"),
+        ({}, {"finetune": {}}, f"two checkpoints of fine-tuning {2 * 16 * LINEARS}"),
+        ({}, {"finetune": {"lora": {"rank": 2}}}, f"two checkpoints of fine-tuning {2 * 16 * ADAPTERS}"),
+    ],
 )
-def test_hidden_states_need_room_twice_and_once_more_in_files(model, monkeypatch, more, states, streams):
+def test_a_disk_without_room_is_refused_with_what_is_needed_and_what_is_free(
+    model, monkeypatch, calibration, sections, told
+):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
-    asked = recipe(model, **({"reconstruct_block": {}} if streams == 2 else {}))
-    asked["calibration"] |= more
-    with pytest.raises(ArtifactError, match=f"hidden states {states * streams * STATES}, "):
-        plan(asked)
-
-
-@pytest.mark.parametrize("tuning", [{}, {"lora": {"rank": 2}}])
-def test_checkpoints_of_fine_tuning_need_room_for_two(model, monkeypatch, tuning):
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
-    shapes = [x.weight.shape for x in survey(tiny_model("llama")).linears.values()]
-    weights = sum(2 * sum(shape) if tuning else shape.numel() for shape in shapes)
-    with pytest.raises(ArtifactError, match=f"two checkpoints of fine-tuning {2 * 16 * weights}, "):
-        plan(recipe(model, finetune=tuning))
-
-
-@pytest.mark.parametrize("asked", [plan, run])
-def test_a_disk_without_room_is_refused_with_what_is_needed_and_what_is_free(model, asked, monkeypatch):
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
-    with pytest.raises(ArtifactError) as raised:
-        asked(recipe(model))
+    asked = recipe(model, **sections)
+    asked["calibration"] |= calibration
     parameters = tiny_model("llama")
-    whole = 4 * sum(p.numel() for p in parameters.parameters())
-    blocks = 4 * sum(p.numel() for p in parameters.model.layers.parameters())
-    masks = 2 * sum(x.weight.numel() for x in survey(parameters).linears.values()) // 8
-    assert str(raised.value).startswith(
-        f"<dict>:output: output out needs {blocks + masks + whole} bytes: finished blocks {blocks}, masks {masks}, and "
-        f"the largest of hidden states {2 * STATES}, two checkpoints of fine-tuning 0, and one with the model {whole}; "
-    )
-    assert " has 1000 bytes free" in str(raised.value)
+    whole, blocks = (4 * sum(p.numel() for p in x.parameters()) for x in (parameters, parameters.model.layers))
+    masks = 2 * LINEARS // 8
+    for act in (plan, run):
+        with pytest.raises(ArtifactError, match=f"{told}, .* has 1000 bytes free") as raised:
+            act(asked)
+    if not calibration and not sections:
+        assert str(raised.value).startswith(
+            f"<dict>:output: output out needs {blocks + masks + whole} bytes: finished blocks {blocks}, masks {masks}, "
+            f"and the largest of hidden states {2 * STATES}, two checkpoints of fine-tuning 0, and one with the model "
+            f"{whole}; "
+        )
 
 
-def test_files_that_another_process_removes_meanwhile_are_not_counted_as_free(model, monkeypatch):
-    stopped(recipe(model), after=1)
-    (left,) = Path().glob(".out.partial-*")
+def test_an_interrupted_run_is_refused_before_the_model_is_looked_for_and_may_be_removed_meanwhile(
+    model, project, monkeypatch
+):
+    left = stopped(recipe(model), after=1)
+    with pytest.raises(ArtifactError, match=r"^<dict>:output: an earlier run .* continue with --resume"):
+        run(recipe(project / "nowhere"))
     whole = Path.rglob
 
     def removed_under_way(folder: Path, pattern: str) -> Iterator[Path]:
@@ -548,13 +537,7 @@ def test_files_that_another_process_removes_meanwhile_are_not_counted_as_free(mo
 
     monkeypatch.setattr(Path, "rglob", removed_under_way)
     plan(recipe(model))
-    assert not left.exists()
-
-
-def test_an_interrupted_run_is_refused_before_the_model_is_looked_for(model, project):
-    stopped(recipe(model), after=1)
-    with pytest.raises(ArtifactError, match=r"^<dict>:output: an earlier run .* continue with --resume"):
-        run(recipe(project / "nowhere"))
+    assert not left.exists(), "its files are not counted as free"
 
 
 def test_a_plan_loads_neither_weights_nor_text(model, project):
@@ -566,41 +549,34 @@ def test_a_plan_loads_neither_weights_nor_text(model, project):
     bare.with_name("text.txt").write_bytes(b"\xff no text")
     assert len(plan(recipe(bare)).linears) == 21
     assert not Path("out").exists()
-
-
-def test_a_recipe_that_a_program_made_takes_no_overrides(model):
     with pytest.raises(RecipeError, match="overrides need a recipe given as a path"):
-        plan(recipe(model), overrides=["output=x"])
+        plan(recipe(bare), overrides=["output=x"])
 
 
-def test_an_output_that_would_replace_the_model_it_is_made_from_is_refused(project):
-    model = save_tiny(project / "out" / "model", "llama")
-    for name in ("report.json", "recipe.yaml"):  # as an earlier run would have left it
-        (project / "out" / name).touch()
-    with pytest.raises(ArtifactError, match="would overwrite the input model"):
-        run({"model": {"path": str(model)}, "prune": [{"targets": ["*"], "pruner": "magnitude", "sparsity": 0.5}],
-             "output": str(project / "out")})  # fmt: skip
-    assert (model / "model.safetensors").is_file()
-
-
-def test_an_output_that_would_replace_a_packed_model_or_the_teacher_is_refused(model):
+def test_an_output_that_would_replace_what_a_run_reads_is_refused(model):
+    """The model, also packed; the teacher; and text."""
     run(recipe(model, output="earlier"))
+    before = files("earlier")
     pack_folder(Path("earlier"), Path("packed"))
-    with pytest.raises(ArtifactError, match="output packed would overwrite the input model; name another folder"):
-        plan(recipe(Path("packed"), output="packed") | {"calibration": recipe(model)["calibration"]})
+    shutil.copy(model.with_name("text.txt"), "earlier/notes.txt")
+    text = {"dataset": {"text": "earlier/*.txt"}, "samples": 8, "sequence_length": 32}
     taught = {"steps": 1, "teacher": {"path": "earlier/model"}}
-    with pytest.raises(ArtifactError, match="output earlier would overwrite the teacher of finetune"):
-        plan(recipe(model, output="earlier", finetune=taught))
+    dense = {"calibration": recipe(model)["calibration"]}
+    for asked, told in (
+        (recipe(Path("earlier/model"), output="earlier") | dense, "earlier would overwrite the input model"),
+        (recipe(Path("packed"), output="packed") | dense, "packed would overwrite the input model; name another"),
+        (recipe(model, output="earlier", finetune=taught), "earlier would overwrite the teacher of finetune"),
+        (recipe(model, output="earlier", calibration=text), r"earlier would .* the text of calibration\.dataset; name"),
+    ):
+        with pytest.raises(ArtifactError, match=f"output {told}"):
+            run(asked, replace=True)
+    assert before.items() < files("earlier").items()
     plan(recipe(model, output="out", finetune=taught))
-
-
-def half(model: Path, **sections: Any) -> dict[str, Any]:
-    return recipe(model, {"targets": ["*"], "pruner": "magnitude", "sparsity": 0.5}, **sections)
 
 
 @pytest.mark.parametrize(
     ("changed", "told"),
-    [({"prune": [{"targets": ["*"], "pruner": "magnitude", "sparsity": 0.6}]}, r"\(.*\.sparsity: was 0\.5, is 0\.6\)"),
+    [({"prune": [{**MAGNITUDE, "sparsity": 0.6}]}, r"\(.*\.sparsity: was 0\.5, is 0\.6\)"),
      ({"ignore": ["*.o_proj"], "deterministic": True}, r"\(ignore: was .*, is .*; deterministic: was false, is true\)"),
      ("broken", r"\(out/recipe\.yaml:1:.*\)")],
     ids=["a value", "keys", "not readable"],
@@ -608,52 +584,36 @@ def half(model: Path, **sections: Any) -> dict[str, Any]:
 def test_a_finished_run_of_another_recipe_is_replaced_only_if_it_is_said_and_then_the_log_names_it(
     model, changed, told
 ):
-    run(half(model))
-    other = half(model) | (changed if isinstance(changed, dict) else {})
+    run(recipe(model, MAGNITUDE))
+    other = recipe(model, MAGNITUDE) | (changed if isinstance(changed, dict) else {})
     if changed == "broken":
         Path("out/recipe.yaml").write_text("prune: [")
-    before = {p: p.read_bytes() for p in Path("out").rglob("*") if p.is_file()}
+    before = files(".")
     for refuse in (plan, run):
         with pytest.raises(
             ArtifactError, match=f"^<dict>:output: out was written by another recipe {told}; .* --replace$"
         ):
             refuse(other)
-    assert {p: p.read_bytes() for p in Path("out").rglob("*") if p.is_file()} == before
-    assert [p.name for p in Path().iterdir()] == ["out"]
+    assert files(".") == before
     for prune_again, whose in (({"replace": True}, f"of another recipe {told}"), ({}, "of the same recipe")):
         run(other, **prune_again)
         assert re.search(f"INFO replaces the finished run in out, {whose}\n", Path("out/run.log").read_text())
 
 
 def test_notes_beside_a_finished_run_are_not_deleted_by_another_of_the_same_recipe(model):
-    run(half(model))
+    asked = recipe(model, MAGNITUDE)
+    run(asked)
     Path("out/notes.md").write_text("years")
     for refuse in (plan, run):
         with pytest.raises(
             ArtifactError, match=r"^<dict>:output: output .*out has what no run wrote: notes\.md; .*--replace"
         ):
-            refuse(half(model))
-    assert run(half(model), resume=True).sparsity == pytest.approx(0.5), "finished before, so nothing is replaced"
+            refuse(asked)
+    assert run(asked, resume=True).sparsity == pytest.approx(0.5), "finished before, so nothing is replaced"
     assert Path("out/notes.md").read_text() == "years"
-    run(half(model), replace=True)
+    run(asked, replace=True)
     assert "out, of the same recipe, and with it notes.md\n" in Path("out/run.log").read_text()
     assert not Path("out/notes.md").exists()
-
-
-def test_a_finished_run_below_the_home_folder_is_found_too(model, monkeypatch):
-    monkeypatch.setenv("HOME", str(Path.cwd()))
-    run(half(model, output="~/out"))
-    with pytest.raises(ArtifactError, match=r"~/out was written by another recipe \(ignore: "):
-        plan(half(model, output="~/out", ignore=["*.o_proj"]))
-
-
-def test_an_output_that_would_replace_text_that_is_read_is_refused(model):
-    run(recipe(model, output="earlier"))
-    shutil.copy(model.with_name("text.txt"), "earlier/notes.txt")
-    text = {"dataset": {"text": "earlier/*.txt"}, "samples": 8, "sequence_length": 32}
-    with pytest.raises(ArtifactError, match=r"output earlier would overwrite the text of calibration\.dataset; name"):
-        run(recipe(model, output="earlier", calibration=text), replace=True)
-    assert Path("earlier/notes.txt").is_file()
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -676,53 +636,53 @@ def test_a_head_of_its_own_is_kept_where_the_config_ties_it(streaming, models, p
 # --- streaming
 
 
-def streamed_too(asked: dict[str, Any]) -> list[RunReport]:
-    """Run a recipe with the model in memory and streamed, which gives the same masks."""
-    reports = []
-    for streaming in (False, True):
-        model = {**asked["model"], "streaming": streaming}
-        reports.append(run({**asked, "model": model, "output": f"out-{streaming}"}))
-    assert Path("out-True/masks.safetensors").read_bytes() == Path("out-False/masks.safetensors").read_bytes()
-    return reports
-
-
-STREAMED = {
-    "llama": MIXED,
-    "llama-tied": ({"targets": ["*.1.*"], "pruner": "sparsegpt", "sparsity": 0.5},),
-    "gpt2": ({"targets": ["*"], "pruner": "wanda", "pattern": "2:4"},),
-    "mixtral": ({"targets": ["lm_head"], "pruner": "sparsegpt", "sparsity": 0.5},),
+NEURONS = {"targets": ["*"], "pruner": "wanda", "pattern": "neurons", "sparsity": 0.25}
+HEADS = {"targets": ["*"], "pruner": "wanda", "pattern": "kv-groups", "sparsity": 0.5}
+EXPERTS = {"targets": ["*"], "pruner": "reap", "pattern": "experts", "sparsity": 0.5}
+ALLOCATED = {"targets": ["*"], "pruner": "wanda", "group": "layer"}
+WORDS = {"lm_eval": {"tasks": [{"name": "words", "dataset": {"text": "text.txt"}}]}}
+STREAMED: dict[str, tuple[str, tuple[dict[str, Any], ...], dict[str, Any]]] = {
+    "mixed": ("llama", MIXED, {}),
+    "one block": ("llama-tied", ({"targets": ["*.1.*"], "pruner": "sparsegpt", "sparsity": 0.5},), {}),
+    "2:4": ("gpt2", ({"targets": ["*"], "pruner": "wanda", "pattern": "2:4"},), {}),
+    "head": ("mixtral", ({"targets": ["lm_head"], "pruner": "sparsegpt", "sparsity": 0.5},), {}),
+    "allocation": ("llama", (ALLOCATED,), {"allocation": {"method": "attention-aware", "target": 0.5}}),
+    "harness": ("llama", (), {"evaluate": WORDS}),
+    "a block dropped": ("llama", (THIRD, {"targets": ["*.up_proj"], "pruner": "wanda", "sparsity": 0.5}), {}),
+    "units shrunk": ("llama", (NEURONS, HEADS), {"shrink": True}),
+    "blocks shrunk": ("llama", (THIRD, NEURONS), {"shrink": True}),
+    "experts shrunk": ("mixtral", (EXPERTS,), {"shrink": True}),
 }
+QUICK = ("allocation", "a block dropped", "units shrunk", "blocks shrunk", "experts shrunk")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("architecture", STREAMED)
-def test_a_streamed_model_gives_the_bits_of_one_in_memory(architecture, models):
-    source, rules = models(architecture), STREAMED[architecture]
-    whole, streamed = streamed_too(recipe(source, *rules, evaluated=True))
+@pytest.mark.parametrize("about", [pytest.param(x, marks=[pytest.mark.slow] * (x not in QUICK)) for x in STREAMED])
+def test_a_streamed_model_gives_the_bits_of_one_in_memory(about, models):
+    architecture, rules, sections = STREAMED[about]
+    source = models(architecture)
+    shutil.copy(source.with_name("text.txt"), "text.txt")
+    asked = recipe(source, *rules, evaluated=True, **sections)
+    whole, streamed = (
+        run(asked | {"model": {"path": str(source), "streaming": s}, "output": f"out-{s}"}) for s in (False, True)
+    )
+    assert Path("out-True/masks.safetensors").read_bytes() == Path("out-False/masks.safetensors").read_bytes()
     assert same(weights("out-True/model"), weights("out-False/model"))
-    assert whole.evaluation == streamed.evaluation
-    assert sorted(p.name for p in Path("out-True/model").glob("*.safetensors")) == [
-        f"model-{i:05d}-of-00004.safetensors" for i in range(1, 5)
-    ]
+    assert streamed.allocation == whole.allocation
+    key = "word_perplexity" if about == "harness" else "token_perplexity"
+    for stage, figures in whole.evaluation.items():
+        assert streamed.evaluation[stage][key] == (pytest.approx(figures[key]) if sections else figures[key])
+    one, other = (json.loads(Path(f"out-{s}/plan.json").read_text()) for s in (True, False))
+    assert one["linears"] == other["linears"]
+    assert one.get("blocks") == other.get("blocks")
+    for name in ("config.json", "generation_config.json", "../units.json"):
+        one, other = (Path(f"out-{s}/model/{name}") for s in (True, False))
+        assert one.exists() == other.exists() == (sections == {"shrink": True} or name != "../units.json")
+        assert not one.exists() or json.loads(one.read_text()) == json.loads(other.read_text())
     assert all((Path("out-True/model") / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
-    assert not Path("out-True/blocks").exists()
-    for name in ("config.json", "generation_config.json"):
-        one, other = (json.loads(Path(f"out-{s}/model/{name}").read_text()) for s in (True, False))
-        assert one == other
-
-
-def test_allocation_streams_too(model):
-    asked = recipe(model, {"targets": ["*"], "pruner": "wanda", "group": "layer"})
-    whole, streamed = streamed_too(asked | {"allocation": {"method": "attention-aware", "target": 0.5}})
-    assert whole.allocation == streamed.allocation
-
-
-@pytest.mark.slow
-def test_tasks_of_the_harness_run_on_a_streamed_model(model):
-    task = {"name": "words", "dataset": {"text": str(model.with_name("text.txt"))}}
-    whole, streamed = streamed_too(recipe(model, evaluate={"lm_eval": {"tasks": [task]}}))
-    for stage, told in whole.evaluation.items():
-        assert streamed.evaluation[stage]["word_perplexity"] == pytest.approx(told["word_perplexity"]), stage
+    assert not [*Path("out-True").glob("blocks*")]
+    if "shrink" not in sections:
+        shards = [f"model-{i:05d}-of-00004.safetensors" for i in range(1, 5)]
+        assert sorted(p.name for p in Path("out-True/model").glob("*.safetensors")) == shards
 
 
 @pytest.fixture
@@ -763,34 +723,29 @@ def test_block_reconstruction_goes_by_the_losss_reaction_whatever_prunes(model, 
         assert mine.reconstruction.before != pytest.approx(others.reconstruction.before, rel=1e-4)
 
 
-def test_both_streams_of_block_reconstruction_count_against_the_memory_limit(model, in_files):
-    for limit, size in (("131KB", 2 * 8 * 32 * 64 * 4), ("132KB", 0)):
-        asked = recipe(model, {"targets": ["*.up_proj"], "pruner": "wanda", "sparsity": 0.5}, output=limit)
-        asked["calibration"]["memory_limit"] = limit
-        run({**asked, "reconstruct_block": {"passes": 1}})
-        assert sum(in_files) == size
-        in_files.clear()
-
-
-@pytest.mark.slow
-def test_what_an_allocation_measures_with_counts_against_the_memory_limit_and_goes_before_pruning(
-    model, in_files, monkeypatch
+@pytest.mark.parametrize(
+    ("allocates", "limits", "windows"),
+    [(False, ("131KB", "132KB"), 2 * 8),  # both streams of block reconstruction
+     pytest.param(True, ("180KB", "181KB"), 2 * 8 + 3 * 2, marks=pytest.mark.slow)],  # of 3 blocks, at two windows
+)  # fmt: skip
+def test_what_training_and_allocation_measure_with_counts_against_the_memory_limit_and_goes_before_pruning(
+    model, in_files, monkeypatch, allocates, limits, windows
 ):
     left: list[Path] = []
     monkeypatch.setattr(
         "compressx.blocks.stage.prune_model",
         lambda *given: left.extend(Path().rglob("allocation")) or prune_model(*given),
     )
-    window = 32 * 64 * 4
-    measuring = 2 * 8 + 3 * 2  # before and after a block; of three blocks, at two windows
-    for name, limit, kept in (("below", "180KB", measuring), ("above", "181KB", 0)):
-        asked = allocated(model, sparsities=[0.4, 0.8]) | {"output": name}
+    trained = recipe(model, {"targets": ["*.up_proj"], "pruner": "wanda", "sparsity": 0.5})
+    asked = allocated(model, sparsities=[0.4, 0.8]) if allocates else trained | {"reconstruct_block": {"passes": 1}}
+    for limit, size in zip(limits, (windows * 32 * 64 * 4, 0), strict=True):
         asked["calibration"] |= {"memory_limit": limit}
-        run(asked)
-        assert sum(in_files) == kept * window
+        run(asked | {"output": limit})
+        assert sum(in_files) == size
         in_files.clear()
     assert left == []
-    assert Path("below/masks.safetensors").read_bytes() == Path("above/masks.safetensors").read_bytes()
+    below, above = (Path(limit, "masks.safetensors").read_bytes() for limit in limits)
+    assert below == above
 
 
 def test_a_memory_limit_that_is_no_size_is_refused(model):

@@ -1,4 +1,4 @@
-"""Runs with `shrink: true`: what they write, what they refuse, and that nothing else needs compressx afterwards."""
+"""Runs that drop neurons, heads, experts and blocks, with and without `shrink: true`: what they write and refuse."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub import ModelCard
+from tests.compressx.architectures import KINDS
 from tests.compressx.depths import THIRD
-from tests.compressx.pipeline.runs import artifacts, recipe, stopped, weights
+from tests.compressx.pipeline.runs import recipe, stopped_at, weights
+from tests.compressx.pipeline.test_processes import alone_and_together
 from tests.compressx.saved import save_tiny
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -24,9 +26,11 @@ from compressx import prune
 from compressx.evaluation.saved import apply_masks, evaluate_saved, measures, source_of
 from compressx.masks.inspect import inspect
 from compressx.masks.maskset import MaskSet
+from compressx.models.architecture import find_blocks
+from compressx.models.blockwise import skipped
 from compressx.pipeline.run import run
 from compressx.plugins.manager import load_plugins
-from compressx.runtime.errors import ArtifactError, CompressxError, RecipeError, UnsupportedModelError
+from compressx.runtime.errors import ArtifactError, RecipeError, UnsupportedModelError
 from compressx.shrink import stage as shrinking
 from compressx.testing import tiny_model, tiny_tokens
 from compressx.testing.models import TINY_CONFIGS
@@ -34,6 +38,7 @@ from compressx.testing.models import TINY_CONFIGS
 NEURONS = {"targets": ["*"], "pruner": "wanda", "pattern": "neurons", "sparsity": 0.25}
 HEADS = {"targets": ["*"], "pruner": "wanda", "pattern": "kv-groups", "sparsity": 0.5}
 EXPERTS = {"targets": ["*"], "pruner": "reap", "pattern": "experts", "sparsity": 0.5}
+UP = {"targets": ["*.up_proj"], "pruner": "wanda", "sparsity": 0.5}
 SHRINK: dict[str, Any] = {"shrink": True}
 
 
@@ -48,9 +53,16 @@ def close(folder: str, other: str) -> None:
     torch.testing.assert_close(logits(folder), logits(other), rtol=1e-4, atol=2e-5)
 
 
+def gone(folder: Path | str = "out") -> list[str]:
+    """Return the blocks that an output's plan names as dropped."""
+    dropped: list[str] = json.loads(Path(folder, "plan.json").read_text())["blocks"]["dropped"]
+    return dropped
+
+
 def test_the_smaller_model_computes_what_the_one_with_zeros_does_and_its_files_say_what_is_left(model):
+    """It measures what the run did, and masks of the original do not fit it."""
     run(recipe(model, NEURONS, HEADS, output="masked"))
-    report = run(recipe(model, NEURONS, HEADS, **SHRINK))
+    report = run(recipe(model, NEURONS, HEADS, evaluated=True, **SHRINK))
     close("out/model", "masked/model")
     small = weights("out/model")
     assert small["model.layers.0.mlp.down_proj.weight"].shape == (64, 72)
@@ -77,6 +89,20 @@ def test_the_smaller_model_computes_what_the_one_with_zeros_does_and_its_files_s
     assert card.data.tags == ["compressx", "pruned", "smaller"]
     assert "masks.safetensors" not in card.text
 
+    settings, _ = measures(Path("out/recipe.yaml"), [], load_plugins())
+    pruned = report.evaluation["pruned"]["token_perplexity"]
+    found = evaluate_saved(source_of("out"), settings, load_plugins())["token_perplexity"]
+    assert found == pytest.approx(pruned, rel=1e-6)
+    assert pruned != report.evaluation["dense"]["token_perplexity"]
+
+    masks, source = Path("out/masks.safetensors"), source_of("out")
+    told = r"what shrink has left \(intermediate_size 72 of 96, .*\), and masks of the original do not fit it"
+    for use in (lambda: apply_masks(masks, source, Path("applied")), lambda: inspect(source, masks)):
+        with pytest.raises(ArtifactError, match=told):
+            use()
+    inspected = inspect(source)
+    assert (inspected.masks, inspected.sparsity) == (None, 0)
+
 
 @pytest.mark.slow
 def test_a_process_without_compressx_generates_what_the_masked_model_does(model):
@@ -98,15 +124,6 @@ print(model.generate(ids, max_new_tokens=12, min_new_tokens=12, do_sample=False)
     assert len(json.loads(told[0])) == 17
 
 
-def test_a_saved_smaller_model_measures_what_the_run_did(model):
-    report = run(recipe(model, NEURONS, HEADS, evaluated=True, **SHRINK))
-    settings, _ = measures(Path("out/recipe.yaml"), [], load_plugins())
-    found = evaluate_saved(source_of("out"), settings, load_plugins())
-    pruned = report.evaluation["pruned"]["token_perplexity"]
-    assert found["token_perplexity"] == pytest.approx(pruned, rel=1e-6)
-    assert pruned != report.evaluation["dense"]["token_perplexity"]
-
-
 @pytest.mark.slow
 def test_fine_tuned_survivors_are_what_is_left(model):
     tuning = {"finetune": {"steps": 3}}
@@ -115,20 +132,6 @@ def test_fine_tuned_survivors_are_what_is_left(model):
     run(recipe(model, NEURONS, HEADS, **tuning, **SHRINK))
     close("out/model", "masked/model")
     assert not torch.allclose(logits("out/model"), logits("pruned/model"), atol=1e-3)
-
-
-@pytest.mark.parametrize("rules", [(NEURONS, HEADS), (THIRD, NEURONS)], ids=["units", "blocks"])
-def test_a_streamed_run_writes_the_same_model(model, rules):
-    run(recipe(model, *rules, evaluated=True, **SHRINK))
-    streamed = {**recipe(model, *rules, evaluated=True, output="streamed", **SHRINK)}
-    run(streamed | {"model": {"path": str(model), "streaming": True}})
-    expected, found = weights("out/model"), weights("streamed/model")
-    assert expected.keys() == found.keys()
-    assert all(torch.equal(x, found[n]) for n, x in expected.items())
-    assert Path("streamed/units.json").read_bytes() == Path("out/units.json").read_bytes()
-    of = [json.loads(Path(f, "report.json").read_text())["evaluation"]["pruned"] for f in ("out", "streamed")]
-    assert of[0] == pytest.approx(of[1])
-    assert not [*Path("streamed").glob("blocks*")]
 
 
 def test_what_a_killed_process_left_of_a_streamed_smaller_models_blocks_is_not_in_the_output(model, monkeypatch):
@@ -142,29 +145,10 @@ def test_what_a_killed_process_left_of_a_streamed_smaller_models_blocks_is_not_i
 
 
 def test_a_run_that_goes_on_without_shrink_has_no_description_of_a_smaller_model(model):
-    class Stop(Exception):  # noqa: N818 - a test's own
-        pass
-
-    def stop(stage: str, *_: Any) -> None:
-        if stage == "evaluate pruned":
-            raise Stop
-
-    with pytest.raises(Stop):
-        run(recipe(model, NEURONS, evaluated=True, **SHRINK), progress=stop)
+    stopped_at(recipe(model, NEURONS, evaluated=True, **SHRINK), "evaluate pruned", 0)
     run(recipe(model, NEURONS, evaluated=True), resume=True)
     assert not Path("out/units.json").exists()
     assert json.loads(Path("out/model/config.json").read_text())["intermediate_size"] == 96
-
-
-@pytest.mark.slow
-def test_a_streamed_mixture_loses_experts_and_their_neurons(models):
-    mixtral = models("mixtral")
-    run(recipe(mixtral, EXPERTS, **SHRINK))
-    streamed = recipe(mixtral, EXPERTS, output="streamed", **SHRINK)
-    run(streamed | {"model": {"path": str(mixtral), "streaming": True}})
-    expected, found = weights("out/model"), weights("streamed/model")
-    assert expected["model.layers.0.mlp.gate.weight"].shape == (2, 64)
-    assert all(torch.equal(x, found[n]) for n, x in expected.items())
 
 
 def test_a_tied_model_in_bfloat16_stays_both(tmp_path):
@@ -176,9 +160,7 @@ def test_a_tied_model_in_bfloat16_stays_both(tmp_path):
     assert small.lm_head.weight is small.model.embed_tokens.weight
     expected = logits("masked/model").float()
     assert float((logits("out/model").float() - expected).norm() / expected.norm()) < 0.02
-    streamed = run(
-        recipe(saved, NEURONS, output="streamed", **SHRINK) | {"model": {"path": str(saved), "streaming": True}}
-    )
+    streamed = run(recipe(saved, NEURONS, output="streamed", model={"path": str(saved), "streaming": True}, **SHRINK))
     assert streamed.shrink["parameters"] == report.shrink["parameters"]
     assert report.shrink["parameters"][1] == sum(p.numel() for p in small.parameters())
 
@@ -188,46 +170,20 @@ def test_a_dropped_block_and_what_else_goes(model):
     report = run(recipe(model, THIRD, NEURONS, HEADS, **SHRINK))
     close("out/model", "masked/model")
     units = json.loads(Path("out/units.json").read_text())
-    (gone,) = units["blocks"]["dropped"]
+    (dropped,) = units["blocks"]["dropped"]
     assert units["blocks"]["count"] == 3
     assert report.shrink["config"]["num_hidden_layers"] == [3, 2]
     assert len(units["units"]) == 4
-    assert not any(name.startswith(f"{gone}.") for name in units["units"])
-
-
-def test_a_resumed_run_ends_with_the_same_files(model):
-    asked = recipe(model, NEURONS, HEADS, **SHRINK)
-    run({**asked, "output": "whole"})
-    stopped(asked, 2)
-    run(asked, resume=True)
-    assert artifacts("out") == artifacts("whole")
+    assert not any(name.startswith(f"{dropped}.") for name in units["units"])
+    run(recipe(model, THIRD, output="third", **SHRINK))
+    with pytest.raises(ArtifactError, match=r"there is a mask for 'model\.layers\.2\..*num_hidden_layers 2 of 3"):
+        apply_masks(Path("third/masks.safetensors"), source_of("third"), Path("applied"))
 
 
 def test_a_shrunk_model_can_be_pruned_and_shrunk_again(model):
     run(recipe(model, NEURONS, **SHRINK, output="first"))
-    text = {"text": str(model.with_name("text.txt"))}
-    again = recipe(model, NEURONS, **SHRINK) | {"model": {"path": "first/model"}}
-    again["calibration"]["dataset"] = text
-    report = run(again)
+    report = run(recipe(model, NEURONS, **SHRINK) | {"model": {"path": "first/model"}})
     assert report.shrink["config"] == {"intermediate_size": [72, 54]}
-
-
-def test_masks_of_the_original_are_refused_with_what_became_of_it(model):
-    run(recipe(model, NEURONS, HEADS, **SHRINK))
-    told = r"what shrink has left \(intermediate_size 72 of 96, .*\), and masks of the original do not fit it"
-    with pytest.raises(ArtifactError, match=told):
-        apply_masks(Path("out/masks.safetensors"), source_of("out"), Path("applied"))
-    with pytest.raises(ArtifactError, match=told):
-        inspect(source_of("out"), Path("out/masks.safetensors"))
-    found = inspect(source_of("out"))
-    assert found.masks is None
-    assert found.sparsity == 0
-
-
-def test_masks_for_blocks_that_are_gone_are_refused_likewise(model):
-    run(recipe(model, THIRD, **SHRINK))
-    with pytest.raises(ArtifactError, match=r"there is a mask for 'model\.layers\.2\..*num_hidden_layers 2 of 3"):
-        apply_masks(Path("out/masks.safetensors"), source_of("out"), Path("applied"))
 
 
 def test_a_smaller_model_that_computes_something_else_is_not_written(model, monkeypatch):
@@ -246,53 +202,163 @@ def test_a_smaller_model_that_computes_something_else_is_not_written(model, monk
     assert not [*Path().glob(".out.partial-*/model")]
 
 
-def refused(asked: dict[str, Any], error: type[CompressxError], match: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Expect a refusal before weights are read."""
-
-    def read(*_: Any) -> None:
-        raise AssertionError("weights were read")
-
-    monkeypatch.setattr("compressx.pipeline.inputs.open_model", read)
-    with pytest.raises(error, match=match):
-        run(asked)
+SOME = {**NEURONS, "targets": ["model.layers.0.*"]}
 
 
 @pytest.mark.parametrize(
     ("name", "rules", "match"),
     [
-        ("gpt2", [HEADS], "shrink: the config of GPT2LMHeadModel cannot describe what is left: with num_attention"),
-        ("olmo2", [HEADS], r"shrink: model\.layers\.0\.self_attn\.q_norm is a norm over the 64 features of"),
-        ("bloom", [NEURONS], "shrink: BloomConfig has no number for its 256 neurons, so it cannot describe a"),
-        ("llama", [{**NEURONS, "targets": ["model.layers.0.*"]}], r"shrink: .*layers\.0\.mlp would have 72 of 96 and"),
-        ("llama", [{**NEURONS, "targets": ["model.layers.0.*"]}, {**NEURONS, "sparsity": 0.5}], r"72 of 96 .* 48;"),
+        ("gpt2", [HEADS], "the config of GPT2LMHeadModel cannot describe what is left: with num_attention"),
+        ("olmo2", [HEADS], r"model\.layers\.0\.self_attn\.q_norm is a norm over the 64 features of"),
+        ("bloom", [NEURONS], "BloomConfig has no number for its 256 neurons, so it cannot describe a"),
+        ("llama", [SOME], r".*layers\.0\.mlp would have 72 of 96 and"),
+        ("llama", [SOME, {**NEURONS, "sparsity": 0.5}], r".*72 of 96 .* 48;"),
+        ("llama", [SOME, HEADS], r".*mlp 96; prune all .* shrink$"),  # heads that fit are not named
+        ("eight heads", [{**HEADS, "sparsity": 0.25}], r".*with num_attention_heads 6 .*; sparsities of kv-groups that "
+         r"fit: 0\.75 \(1 left\), 0\.5 \(2 left\)$"),
+        ("llama", [], "no rule drops anything whole, .* pattern: neurons, kv-groups, experts or blocks, or remove"),
     ],
-    ids=["no head_dim", "norm over heads", "no number", "some blocks", "two sparsities"],
+    ids=["no head_dim", "norm over heads", "no number", "some blocks", "two sparsities", "heads too", "width", "none"],
 )  # fmt: skip
-def test_what_a_config_cannot_describe_is_refused_before_weights_are_read(models, name, rules, match, monkeypatch):
-    refused(recipe(models(name), *rules, **SHRINK), UnsupportedModelError, match, monkeypatch)
+def test_what_a_config_cannot_describe_is_refused_before_weights_are_read(
+    models, name, rules, match, unloaded, tmp_path
+):
+    if name == "eight heads":
+        saved = save_tiny(tmp_path / "eight" / "model", "llama")
+        values = TINY_CONFIGS["llama"][1] | {"num_attention_heads": 8, "num_key_value_heads": 4}
+        AutoModelForCausalLM.from_config(LlamaConfig(**values)).save_pretrained(saved)
+    else:
+        saved = models(name)
+    with pytest.raises(UnsupportedModelError if rules else RecipeError, match=f"shrink: {match}"):
+        run(recipe(saved, *rules, **SHRINK))
 
 
-def test_shrink_without_units_is_refused_with_its_line(model, monkeypatch):
-    match = "shrink: no rule drops anything whole, .* pattern: neurons, kv-groups, experts or blocks, or remove"
-    refused(recipe(model, **SHRINK), RecipeError, match, monkeypatch)
+@pytest.mark.parametrize(
+    ("architecture", "asked", "told"),
+    [("llama", {"prune": [NEURONS], **SHRINK}, "shrink: the smaller model is written to an output folder; leave it"),
+     ("mixtral", {"prune": [EXPERTS]}, "experts go with shrink: true only, in a run that writes its output")],
+)  # fmt: skip
+def test_a_model_in_memory_is_not_shrunk(architecture: str, asked: dict[str, Any], told: str) -> None:
+    with pytest.raises(RecipeError, match=told):
+        prune(tiny_model(architecture), None, {"calibration": {}, **asked}, calibration=tiny_tokens())
 
 
-def test_a_number_of_heads_that_the_width_is_no_multiple_of_is_refused_with_those_that_fit(tmp_path, monkeypatch):
-    saved = save_tiny(tmp_path / "eight" / "model", "llama")
-    values = TINY_CONFIGS["llama"][1] | {"num_attention_heads": 8, "num_key_value_heads": 4}
-    AutoModelForCausalLM.from_config(LlamaConfig(**values)).save_pretrained(saved)
-    match = r"with num_attention_heads 6 .*; sparsities of kv-groups that fit: 0\.75 \(1 left\), 0\.5 \(2 left\)$"
-    refused(recipe(saved, {**HEADS, "sparsity": 0.25}, **SHRINK), UnsupportedModelError, match, monkeypatch)
+# --- experts and blocks
 
 
-def test_a_model_in_memory_is_not_shrunk():
-    asked = {"calibration": {}, "prune": [NEURONS], **SHRINK}
-    with pytest.raises(RecipeError, match="shrink: the smaller model is written to an output folder; leave it out"):
-        prune(tiny_model("llama"), None, asked, calibration=tiny_tokens())
+def test_experts_are_scored_where_blocks_multiply_in_bfloat16(models):
+    for dtype in ("float32", "bfloat16"):
+        run(recipe(models("mixtral"), EXPERTS, output=dtype, compute_dtype=dtype, **SHRINK))
+    exact, narrow = (MaskSet.load(f"{dtype}/masks.safetensors") for dtype in ("float32", "bfloat16"))
+    first = min(exact)
+    assert torch.equal(exact[first].keep, narrow[first].keep), "the first block's inputs differ by their rounding alone"
+    assert weights("float32/model")["model.layers.0.mlp.gate.weight"].shape == (2, 64)
 
 
-def test_heads_that_fit_are_not_named_when_it_is_the_neurons_that_do_not(models, monkeypatch):
-    rules = [{**NEURONS, "targets": ["model.layers.0.*"]}, HEADS]
-    refused(
-        recipe(models("llama"), *rules, **SHRINK), UnsupportedModelError, r"mlp 96; prune all .* shrink$", monkeypatch
-    )
+@pytest.mark.slow
+def test_fine_tuning_trains_the_experts_that_are_left(models):
+    run(recipe(models("mixtral"), EXPERTS, output="pruned", **SHRINK))
+    report = run(recipe(models("mixtral"), EXPERTS, finetune={"steps": 3}, **SHRINK))
+    assert report.finetune is not None
+    pruned, tuned = weights("pruned/model"), weights("out/model")
+    for name in (n for n in tuned if ".experts." in n):
+        assert tuned[name].shape[0] == 2
+        assert all(not torch.equal(*both) for both in zip(tuned[name], pruned[name], strict=True))
+
+
+def test_a_run_zeroes_the_block_and_its_files_say_which(model):
+    report = run(recipe(model, THIRD, UP))
+    (block,) = gone()
+    masks = MaskSet.load("out/masks.safetensors")
+    left = {name: bool(masks[name].keep.any()) for name in masks}
+    assert [n for n, some in left.items() if not some] == [n for n in left if n.startswith(f"{block}.")]
+    saved = weights("out/model")
+    assert not any(x.any() for n, x in saved.items() if n.startswith(f"{block}.") and "norm" not in n)
+    told = {layer.info.get("importance") for b in report.blocks for layer in b.layers if layer.pruner == "shortgpt"}
+    assert len(told) == 3
+    assert block in Path("out/run.log").read_text()
+
+
+@pytest.mark.slow
+def test_two_processes_drop_the_blocks_that_one_does(model, tmp_path):
+    alone_and_together(model, tmp_path, [THIRD])
+    assert gone(tmp_path / "1/out") == gone(tmp_path / "2/out")
+
+
+def test_fine_tuning_trains_the_blocks_that_stay_and_leaves_the_others_out(tmp_path):
+    saved = save_tiny(tmp_path / "opt" / "model", "opt")
+    run(recipe(saved, THIRD, output="pruned"))
+    run(recipe(saved, THIRD, finetune={"steps": 4, "norms": True}))
+    (block,) = gone()
+    pruned, tuned = weights("pruned/model"), weights("out/model")
+    inside = {n: x for n, x in tuned.items() if n.startswith(f"{block}.") and "norm" not in n}
+    assert len(inside) == 12  # weights and biases of six linears
+    assert not any(x.any() for x in inside.values())
+    others = [n for n in tuned if ".layers." in n and not n.startswith(f"{block}.")]
+    assert all(not torch.equal(tuned[n], pruned[n]) for n in others if n.endswith(("fc1.weight", "fc2.weight")))
+
+
+@pytest.mark.parametrize("architecture", KINDS)
+def test_blocks_that_are_skipped_in_training_give_the_gradients_of_blocks_of_zeros(architecture):
+    model = tiny_model(architecture)
+    (fqn, block) = list(find_blocks(model).items())[1]
+    with torch.no_grad():
+        for name, x in block.named_parameters():
+            if "norm" not in name and "ln_" not in name:
+                x.zero_()
+    expected, found = gradients(model), {}
+    with skipped({fqn: block}):
+        found = gradients(model)
+    assert not any(name.startswith(f"{fqn}.") for name in found)
+    for name, gradient in found.items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-5, atol=1e-6)
+
+
+def gradients(model: Any) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        if isinstance(getattr(module, "dropout", None), float):  # OPT's, which is a number
+            module.dropout = 0.0
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.train()
+    model(tiny_tokens(), use_cache=False).logits.square().mean().backward()
+    model.eval()
+    return {name: x.grad.clone() for name, x in model.named_parameters() if x.grad is not None}
+
+
+@pytest.mark.parametrize("tuned", [False, True])
+def test_the_smaller_model_is_evaluated_as_the_masked_one_and_loads_in_plain_transformers(model, tuned):
+    more: dict[str, Any] = {"finetune": {"steps": 3, "norms": True}} if tuned else {}
+    masked = run(recipe(model, THIRD, UP, evaluated=True, output="masked", **more))
+    report = run(recipe(model, THIRD, UP, evaluated=True, shrink=True, **more))
+    for name, figures in report.evaluation.items():
+        assert figures["token_perplexity"] == pytest.approx(masked.evaluation[name]["token_perplexity"], rel=1e-5)
+    assert report.shrink["config"] == {"num_hidden_layers": [3, 2]}
+    small = AutoModelForCausalLM.from_pretrained("out/model")
+    assert len(small.model.layers) == 2
+
+
+def test_a_model_in_memory_computes_what_it_does_without_the_block():
+    model = tiny_model("llama")
+    pruned = prune(model, None, {"calibration": {}, "prune": [THIRD]}, calibration=tiny_tokens())
+    (index,) = {int(name.split(".")[2]) for name, entry in pruned.masks.items() if not entry.keep.any()}
+    without = tiny_model("llama")
+    del without.model.layers[index]
+    without.config.num_hidden_layers = 2
+    with torch.no_grad():
+        expected = without(tiny_tokens(), use_cache=False).logits
+        torch.testing.assert_close(pruned.model(tiny_tokens(), use_cache=False).logits, expected, rtol=0, atol=0)
+
+
+def test_a_block_whose_keys_and_values_another_uses_again_is_not_dropped(tmp_path, monkeypatch):
+    asked = recipe(save_tiny(tmp_path / "model", "gemma4"), THIRD, output=str(tmp_path / "out"))
+    scores = {"model.layers.0": 0.9, "model.layers.1": 0.1, "model.layers.2": 0.5}
+    monkeypatch.setattr("compressx.blocks.stage.score_blocks", lambda *_: scores)
+    told = r"prune\[0\]: model\.layers\.1 has .* but model\.layers\.2 uses its keys .* by ignore: \[layers: 1\]"
+    with pytest.raises(UnsupportedModelError, match=told):
+        run(asked)
+    more = str(tmp_path / "more")
+    run(asked | {"prune": [THIRD | {"sparsity": 0.67}], "output": more})
+    assert gone(more) == ["model.layers.1", "model.layers.2"], "without the one that uses them it may go"

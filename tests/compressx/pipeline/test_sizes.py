@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from tests.compressx.pipeline.runs import recipe
 
 from compressx.allocation.methods import windows_kept
+from compressx.api.statistics import FeatureNorms
 from compressx.blocks.select import gather
 from compressx.masks.maskset import MaskEntry, MaskSet
 from compressx.models.access import InMemory
 from compressx.models.architecture import survey
 from compressx.models.blockwise import capture, each_block, passes
 from compressx.pipeline.run import loaded_recipe
-from compressx.pipeline.sizes import RunSizes, sizes_of
+from compressx.pipeline.sizes import sizes_of
 from compressx.pipeline.stages import prepare
 from compressx.plugins.manager import load_plugins
 from compressx.stages.state import RunState
@@ -29,11 +31,12 @@ STATES = 8 * 32 * 64 * 4
 """Bytes of the hidden states of the calibration text."""
 
 
-def planned(folder: Path, *rules: Any, **sections: Any) -> tuple[Any, Any, RunSizes]:
+def planned(folder: Path, *rules: Any, **sections: Any) -> tuple[Any, Any, dict[str, dict[str, int]]]:
+    """Return a recipe, its plan, and the bytes of memory by stage and part."""
     plugins = load_plugins()
-    state = RunState(loaded_recipe(recipe(folder, *rules) | sections, (), plugins), plugins, measured=False)
+    state = RunState(loaded_recipe(recipe(folder, *rules, **sections), (), plugins), plugins, measured=False)
     prepare(state)
-    return state.recipe, state.plan, sizes_of(state)
+    return state.recipe, state.plan, sizes_of(state).memory
 
 
 def held(plan: Any, architecture: str) -> int:
@@ -54,24 +57,36 @@ def held(plan: Any, architecture: str) -> int:
 def test_statistics_are_counted_as_a_run_gathers_them(models, architecture, rules):
     if architecture == "gpt2" and len(rules) > 1:
         rules = [{**ATTENTION, "targets": ["*.c_attn"]}, BOTH]
-    _, plan, sizes = planned(models(architecture), *rules)
-    counted, exact = sizes.memory["prune"]["statistics of the largest block"], held(plan, architecture)
+    _, plan, memory = planned(models(architecture), *rules)
+    counted, exact = memory["prune"]["statistics of the largest block"], held(plan, architecture)
     # Behind a router the linears of an expert do not tell on the meta device which of them share an input.
     assert counted >= exact if architecture == "mixtral" else counted == exact
 
 
-def test_hidden_states_count_twice_with_dense_ones_and_not_at_all_in_files(models):
-    model = models("llama")
-    assert planned(model)[2].memory["prune"]["hidden states"] == STATES
-    trained = planned(model, reconstruct_block={})[2].memory
-    assert trained["prune"]["hidden states"] == 2 * STATES
-    assert trained["calibrate"]["hidden states between all blocks"] == (1 + 3) * STATES // 2
+def test_each_stage_has_its_parts(model):
+    """Hidden states, twice with dense ones, not at all in files; weights, of two blocks when they are streamed."""
+    tiny = tiny_model("llama")
+    whole, block = (4 * sum(p.numel() for p in x.parameters()) for x in (tiny, tiny.model.layers[0]))
+    settings, plan, memory = planned(
+        model, {"targets": ["*"], "pruner": "sparsegpt"}, finetune={"teacher": "none"},
+        allocation={"method": "divergence", "target": 0.5, "sparsities": [0.3, 0.6]},
+    )  # fmt: skip
+    windows = windows_kept(plan, settings.allocation, 8)
+    assert memory["allocate"]["hidden states and gradients"] == windows * STATES // 8
+    assert memory["prune"]["hidden states"] == STATES
+    assert memory["prune"]["weights"] == whole
+    assert {"gradients", "moments"} <= set(memory["finetune"])
+    assert "teacher" not in memory["finetune"]
+    streamed = planned(model, reconstruct_block={}, model={"path": str(model), "streaming": True})[2]
+    assert streamed["prune"]["hidden states"] == 2 * STATES
+    assert streamed["prune"]["two blocks' weights"] == 2 * block
+    assert streamed["calibrate"]["hidden states between all blocks"] == (1 + 3) * STATES // 2
     text = {"dataset": {"text": str(model.with_name("text.txt"))}, "samples": 8, "sequence_length": 32}
-    assert "hidden states" not in planned(model, calibration={**text, "memory_limit": STATES - 1})[2].memory["prune"]
+    assert "hidden states" not in planned(model, calibration={**text, "memory_limit": STATES - 1})[2]["prune"]
 
 
 def test_training_a_block_counts_what_adam_and_the_best_weights_take(models):
-    _, plan, sizes = planned(models("llama"), reconstruct_block={"passes": 4})
+    _, plan, memory = planned(models("llama"), reconstruct_block={"passes": 4})
     model = tiny_model("llama").to(torch.bfloat16)
     block, linears = model.model.layers[0], survey(model).inside("model.layers.0")
     masks = {n: MaskEntry(torch.ones(x.weight.shape, dtype=torch.bool), "", "", "") for n, x in linears.items()}
@@ -83,39 +98,10 @@ def test_training_a_block_counts_what_adam_and_the_best_weights_take(models):
         own = sum(p.nbytes + p.grad.nbytes for p in trained)
         best = sum(p.nbytes for p in trained)
         rest = sum(p.nbytes for p in block.parameters() if p not in trained)
-    assert sizes.memory["prune"]["training a block"] == moments + own + best + rest
+    assert memory["prune"]["training a block"] == moments + own + best + rest
     assert sum(x.weights for x in plan.linears if x.block == "model.layers.0") == best // 4
 
 
-def test_an_allocation_keeps_states_and_the_gradients_of_all_blocks(models):
-    rules = {"targets": ["*"], "pruner": "sparsegpt"}
-    settings, plan, sizes = planned(
-        models("llama"), rules, allocation={"method": "divergence", "target": 0.5, "sparsities": [0.3, 0.6]}
-    )
-    windows = windows_kept(plan, settings.allocation, 8)
-    assert sizes.memory["allocate"]["hidden states and gradients"] == windows * STATES // 8
-
-
-def test_weights_are_those_of_the_model_or_of_two_blocks_of_a_streamed_one(models):
-    model = tiny_model("llama")
-    whole, block = (4 * sum(p.numel() for p in x.parameters()) for x in (model, model.model.layers[0]))
-    assert planned(models("llama"))[2].memory["prune"]["weights"] == whole
-    streamed = planned(models("llama"), model={"path": str(models("llama")), "streaming": True})[2].memory["prune"]
-    assert streamed["two blocks' weights"] == 2 * block
-
-
-def test_a_statistic_that_looks_at_numbers_is_counted_as_it_is_made(models, monkeypatch):
-    from compressx.api.statistics import FeatureNorms
-
-    def update(self: Any, x: torch.Tensor) -> None:
-        raise RuntimeError("item() of a meta tensor")
-
-    monkeypatch.setattr(FeatureNorms, "update", update)
-    sizes = planned(models("llama"))[2]
-    assert sizes.memory["prune"]["statistics of the largest block"] > 0
-
-
-def test_fine_tuning_is_a_stage_with_its_parts(models):
-    sizes = planned(models("llama"), finetune={"teacher": "none"})[2]
-    assert {"gradients", "moments"} <= set(sizes.memory["finetune"])
-    assert "teacher" not in sizes.memory["finetune"]
+def test_a_statistic_that_looks_at_numbers_is_counted_as_it_is_made(model, monkeypatch):
+    monkeypatch.setattr(FeatureNorms, "update", Mock(side_effect=RuntimeError("item() of a meta tensor")))
+    assert planned(model)[2]["prune"]["statistics of the largest block"] > 0
