@@ -170,23 +170,19 @@ def test_queries_keys_and_values_that_stay_are_left_alone_without_a_refit(archit
         assert result.bias is None or name == output
 
 
-def test_a_refit_lowers_the_error_and_shows_its_losses():
+def test_a_refit_lowers_the_error_and_shows_its_losses_or_is_not_taken(monkeypatch: pytest.MonkeyPatch):
     recorded = record(LLAMA)
-    plain, refit = (next(iter(prune(recorded, **o).values())) for o in ({}, {"refit": 30}))
+    dense = prune(recorded)
+    plain, refit = (next(iter(results.values())) for results in (dense, prune(recorded, refit=30)))
     assert torch.equal(plain.keep, refit.keep)
     assert refit.info["output_error"] < 0.95 * plain.info["output_error"]
     assert refit.info["output_error.cut"] == plain.info["output_error.cut"]
     assert len(refit.history["refit"]) == 30
     assert not plain.history
-
-
-def test_a_refit_that_does_worse_is_not_taken(monkeypatch: pytest.MonkeyPatch):
-    recorded = record(LLAMA)
-    plain = prune(recorded)
     monkeypatch.setattr(training.Descent, "step", lambda self, _: [w.mul_(-1.0) for w in self.weights])
     for name, result in prune(recorded, refit=1).items():
-        assert torch.equal(result.weight, plain[name].weight)
-        assert result.info == plain[name].info
+        assert torch.equal(result.weight, dense[name].weight)
+        assert result.info == dense[name].info
 
 
 def test_nothing_to_prune_is_bit_identical():
@@ -225,17 +221,16 @@ def a_layer(recorded: blocks.Recorded, train: int) -> groups.GroupedLayer:
     return groups.GroupedLayer(mixing, text, dense, found.output.weight, found.output.bias is not None)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
-def test_the_damping_is_the_best_on_the_held_out_text(architecture: str):
+@pytest.mark.parametrize(("architecture", "count"), [("llama", 2), ("gpt2", 4)])
+def test_the_damping_is_the_best_on_the_held_out_text_or_the_one_that_is_asked_for(architecture: str, count: int):
     recorded = record(architecture)
     of = a_layer(recorded, 3)
-    single = {
-        d: groups.remove_groups(of, 2 if architecture == "llama" else 4, 1, dampings=(d,)) for d in groups.DAMPINGS
-    }
-    best = groups.remove_groups(of, 2 if architecture == "llama" else 4, 1)
+    single = {d: groups.remove_groups(of, count, 1, dampings=(d,)) for d in groups.DAMPINGS}
+    best = groups.remove_groups(of, count, 1)
     assert best.error == min(s.error for s in single.values())
     assert best.error == single[best.damping].error
     assert len({s.error for s in single.values()}) == 4
+    assert next(iter(prune(recorded, damping=0.7).values())).info["damping"] == 0.7
 
 
 def test_weights_stay_as_they_are_where_solving_for_them_does_harm():
@@ -259,33 +254,22 @@ def test_second_moments_without_a_factor_say_what_to_do(chosen: int | Tensor, mo
         groups.remove_groups(of, 2, chosen, dampings=(1e-3,))
 
 
-def test_a_damping_that_is_asked_for_is_the_only_one_that_is_tried():
-    recorded = record("llama")
-    assert next(iter(prune(recorded, damping=0.7).values())).info["damping"] == 0.7
-
-
 # --- refusals
 
 
 @pytest.mark.parametrize(
-    ("idle", "message"),
-    [({"mode": "mask"}, r"mode: mask has no effect on kv-groups, .*; leave mode out"),
-     ({"objective": "attention-matrix"}, r"objective: attention-matrix has no effect on kv-groups, .*; leave obj")],
-    ids=str,
+    ("kind", "options", "message"),
+    [("kv-groups", {"mode": "mask"}, r"mode: mask has no effect on kv-groups, .*; leave mode out"),
+     ("kv-groups", {"objective": "attention-matrix"},
+      r"objective: attention-matrix has no effect on kv-groups, .*; leave obj"),
+     ("neurons", {}, "this rule's units are neurons; of units it takes kv-groups")],
 )  # fmt: skip
-def test_options_without_effect_on_groups_are_refused_before_weights_are_loaded(idle: dict[str, str], message: str):
+def test_other_units_and_options_without_effect_on_groups_are_refused_before_weights_are_loaded(kind, options, message):
     block = blocks.skeleton("llama")
-    (groups,) = find_units("kv-groups", block)
-    patterns: dict[str, Pattern] = dict.fromkeys(groups.owners, Structured("kv-groups", 0.5, groups))
+    (units,) = find_units(kind, block)
+    patterns: dict[str, Pattern] = dict.fromkeys(units.owners, Structured(kind, 0.5, units))
     assert SPEC.check is not None
-    SPEC.check(block, patterns, SPEC.options())
+    if kind == "kv-groups":
+        SPEC.check(block, patterns, SPEC.options())
     with pytest.raises(layer.RecipeError, match=message):
-        SPEC.check(block, patterns, SPEC.options(**idle))
-
-
-def test_other_units_are_refused_before_weights_are_loaded():
-    block = blocks.skeleton("llama")
-    (neurons,) = find_units("neurons", block)
-    patterns: dict[str, Pattern] = dict.fromkeys(neurons.owners, Structured("neurons", 0.5, neurons))
-    with pytest.raises(layer.RecipeError, match="this rule's units are neurons; of units it takes kv-groups"):
-        layer.check(block, patterns)
+        SPEC.check(block, patterns, SPEC.options(**options))

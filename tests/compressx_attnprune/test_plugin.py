@@ -82,26 +82,18 @@ def test_the_spec_offers_joint_budgets_first_and_every_option_has_a_description_
 
 
 @pytest.mark.parametrize(
-    "wrong",
-    [{"lambda_": 0.1}, {"mode": "refit"}, {"objective": "perplexity"},
-     {"sequences": 1}, {"damping": 0}, {"steps": 0}, {"refit": -1}, {"regularization": 0}],
-    ids=str,
-)  # fmt: skip
-def test_an_unknown_option_or_one_out_of_range_is_refused(wrong: dict[str, Any]):
-    with pytest.raises(ValidationError, match=next(iter(wrong))):
-        SPEC.options(**wrong)
-
-
-@pytest.mark.parametrize(
-    ("idle", "reason"),
-    [({"steps": 500}, "steps has no effect with mode: gauss-newton; it needs mode: mask"),
+    ("wrong", "reason"),
+    [*((wrong, next(iter(wrong))) for wrong in (
+        {"lambda_": 0.1}, {"mode": "refit"}, {"objective": "perplexity"}, {"sequences": 1}, {"damping": 0},
+        {"steps": 0}, {"refit": -1}, {"regularization": 0})),
+     ({"steps": 500}, "steps has no effect with mode: gauss-newton; it needs mode: mask"),
      ({"regularization": 0.3}, "regularization has no effect with mode: gauss-newton; it needs mode: mask"),
      ({"damping": 0.2, "mode": "mask"}, "damping has no effect with mode: mask; it needs mode: gauss-newton")],
     ids=str,
 )  # fmt: skip
-def test_an_option_that_would_change_nothing_is_refused(idle: dict[str, Any], reason: str):
+def test_an_option_that_is_unknown_out_of_range_or_would_change_nothing_is_refused(wrong: dict[str, Any], reason: str):
     with pytest.raises(ValidationError, match=reason):
-        SPEC.options(**idle)
+        SPEC.options(**wrong)
 
 
 # --- what is told
@@ -186,16 +178,13 @@ def texts(recorded: blocks.Recorded, monkeypatch: pytest.MonkeyPatch, **options:
     return seen[0].text.train, seen[0].text.held_out
 
 
-def test_the_last_eighth_of_the_sequences_is_held_out(llama, monkeypatch):
-    train, held_out = texts(llama, monkeypatch)
-    assert torch.equal(train, llama.x[:-2])
-    assert torch.equal(held_out, llama.x[-2:])
-
-
-def test_only_the_first_sequences_are_used_and_a_single_one_is_learnt_from_and_measured_on(llama, monkeypatch):
-    train, held_out = texts(llama, monkeypatch, sequences=3)
-    assert torch.equal(train, llama.x[:2])
-    assert torch.equal(held_out, llama.x[2:3])
+def test_the_last_eighth_of_the_first_sequences_is_held_out_and_a_single_one_is_learnt_from_and_measured_on(
+    llama, monkeypatch
+):
+    for options, used, learnt in (({}, SEQUENCES, SEQUENCES - 2), ({"sequences": 3}, 3, 2)):
+        train, held_out = texts(llama, monkeypatch, **options)
+        assert torch.equal(train, llama.x[:learnt])
+        assert torch.equal(held_out, llama.x[learnt:used])
     alone = replace(llama, x=llama.x[:1])
     assert all(torch.equal(text, alone.x) for text in texts(alone, monkeypatch))
 
@@ -217,19 +206,17 @@ def test_zero_sparsity_returns_the_dense_weights_bit_for_bit(architecture: str, 
 
 
 def test_a_bfloat16_model_is_pruned_in_float32():
-    architecture = "gpt2"
-    recorded = blocks.record(architecture, sequences=SEQUENCES, dtype=torch.bfloat16)
+    recorded = blocks.record("gpt2", sequences=SEQUENCES, dtype=torch.bfloat16)
     assert recorded.x.dtype == torch.bfloat16
-    results = prune(recorded, HALF)
+    results, single = prune(recorded, HALF), prune(of("gpt2"), HALF)
     assert_as_asked(recorded.block, dict.fromkeys(results, HALF), results)
-    single = prune(blocks.record(architecture, sequences=SEQUENCES), HALF)
     for name, result in results.items():
         assert recorded.block.linears[name].weight.dtype == torch.bfloat16
         assert result.info["output_error"] == pytest.approx(single[name].info["output_error"], rel=0.4)
         assert not torch.equal(result.weight, result.weight.bfloat16().float())
 
 
-def test_missing_calibration_is_an_error_that_names_the_layer(llama: blocks.Recorded):
+def test_missing_calibration_is_an_error_that_names_the_layer_and_wrong_targets_are_refused_while_pruning_too(llama):
     query, key = blocks.targets(llama.block)
     pruner = SPEC.build(SPEC.options())
     patterns = dict.fromkeys((query, key), HALF)
@@ -239,6 +226,8 @@ def test_missing_calibration_is_an_error_that_names_the_layer(llama: blocks.Reco
             asked(pruner, llama.block, patterns, stats)
     with pytest.raises(CalibrationError, match=rf"{key}: attnprune needs calibration sequences and got none"):
         asked(pruner, llama.block, patterns, {query: observed(llama, pruner)[query]})
+    with pytest.raises(RecipeError, match="does not target"):
+        asked(pruner, llama.block, {query: HALF}, {})
 
 
 def test_inputs_of_query_and_key_that_are_equal_in_two_samples_are_as_good_as_one_and_others_are_refused(llama):
@@ -252,12 +241,6 @@ def test_inputs_of_query_and_key_that_are_equal_in_two_samples_are_as_good_as_on
     stats[key].statistic.update(llama.x + 1)
     with pytest.raises(CalibrationError, match=f"{query} and {key} were handed different inputs"):
         asked(pruner, llama.block, dict.fromkeys((query, key), HALF), stats)
-
-
-def test_wrong_targets_are_refused_while_pruning_too(llama: blocks.Recorded):
-    query, _ = blocks.targets(llama.block)
-    with pytest.raises(RecipeError, match="does not target"):
-        asked(SPEC.build(SPEC.options()), llama.block, {query: HALF}, {})
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
@@ -420,8 +403,21 @@ def test_another_sparsity_of_the_same_block_measures_nothing_again_and_gives_wha
             assert again[name].info == fresh[name].info
 
 
-def test_weights_that_are_written_in_between_do_not_matter(llama: blocks.Recorded):
-    """Allocation writes each result to see what it costs, and puts the dense weights back before the next."""
+def test_weights_that_are_written_in_between_do_not_matter_and_the_pruner_holds_nothing_of_a_block(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Allocation writes each result to see what it costs, and puts the dense weights back before the next.
+
+    A block's sequences and curvature are copies, and would lie in memory beside the rest of the block and of the run.
+    """
+    needed: list[weakref.ref[Any]] = []
+    solve = solver.solve
+
+    def spy(of: Any, *rest: Any) -> Any:
+        needed.append(weakref.ref(of.text.train))
+        return solve(of, *rest)
+
+    monkeypatch.setattr(solver, "solve", spy)
     recorded = blocks.record("llama", sequences=SEQUENCES)
     pruner = SPEC.build(SPEC.options())
     stats, kept = observed(recorded, pruner), {}
@@ -433,30 +429,12 @@ def test_weights_that_are_written_in_between_do_not_matter(llama: blocks.Recorde
     second = asked(pruner, recorded.block, dict.fromkeys(stats, HALF), stats, kept)
     assert all(torch.equal(first[n].weight, second[n].weight) for n in stats)
     assert all(torch.equal(recorded.block.linears[n].weight, dense[n]) for n in stats)
-
-
-def test_what_a_block_needed_is_not_held_by_the_pruner(llama: blocks.Recorded, monkeypatch: pytest.MonkeyPatch):
-    """Its sequences and curvature are copies, and would lie in memory beside the rest of the block and of the run."""
-    needed: list[weakref.ref[Any]] = []
-    solve = solver.solve
-
-    def spy(of: Any, *rest: Any) -> Any:
-        needed.append(weakref.ref(of.text.train))
-        return solve(of, *rest)
-
-    monkeypatch.setattr(solver, "solve", spy)
-    pruner = SPEC.build(SPEC.options())
-    stats = observed(llama, pruner)
-    kept: dict[Any, Any] = {}
-    results = asked(pruner, llama.block, dict.fromkeys(stats, HALF), stats, kept)
     assert needed[0]() is not None
     kept.clear()
     assert needed[0]() is None
-    assert len(results) == 2
 
 
 def test_a_sparsity_that_leaves_no_query_or_key_weight_of_a_fused_one_is_refused():
-    with pytest.raises(
-        RecipeError, match=r"c_attn: sparsity 0\.99999 leaves no query or key weight of a matrix of 12288"
-    ):
-        prune(blocks.record("gpt2"), Unstructured(0.99999, "joint"))
+    told = r"c_attn: sparsity 0\.99999 leaves no query or key weight of a matrix of 12288"
+    with pytest.raises(RecipeError, match=told):
+        prune(of("gpt2"), Unstructured(0.99999, "joint"))
