@@ -14,7 +14,7 @@ from tests.compressx_attnprune import blocks as attention
 from compressx import Block, Unstructured, UnsupportedModelError, find_projections, find_units
 from compressx.api.patterns import UnitKind
 from compressx.models.architecture import survey, text_config
-from compressx.shrink.cuts import Kept, smaller
+from compressx.shrink.cuts import RemainingUnits, smaller
 from compressx.testing import TINY_CONFIGS, tiny_model
 from compressx_attnprune import layer
 
@@ -62,13 +62,13 @@ def shrinks(model: Any, kind: UnitKind) -> str:
         for units in found:
             keep = torch.ones(units.count, dtype=torch.bool)
             keep[: units.count // 2] = False
-            kept.append(Kept(units, keep))
+            kept.append(RemainingUnits(units, keep))
     if not kept:
         return "no"
     return tried(model, kept) if any(not one.keep.all() for one in kept) else "one"
 
 
-def tried(model: Any, kept: list[Kept], *dropped: str) -> str:
+def tried(model: Any, kept: list[RemainingUnits], *dropped: str) -> str:
     try:
         smaller(model, kept, dropped)
     except UnsupportedModelError:

@@ -24,7 +24,7 @@ from compressx.api.pruner import Block, Linear
 from compressx.api.statistics import FeatureNorms
 from compressx.blocks.fisher import divergences, gradients
 from compressx.blocks.observe import Observed, observe, refuse_missed
-from compressx.blocks.select import Decision, Kept, decide_all, gather, restored, write
+from compressx.blocks.select import Decision, PreparedValues, decide_all, gather, restored, write
 from compressx.models.access import Access
 from compressx.models.architecture import survey
 from compressx.models.blockwise import Keep, Run, advance, capture, each_block, in_memory, passes
@@ -98,7 +98,7 @@ def measure(
         block = replace(dense.block, sensitivities=sensitivities)
         stats = gather(block, by_rule, pruners, dense.passes[:learnt])
         stream = _Stream(dense.passes[learnt:], dense.outputs[learnt:], output_gradients.pop(block.fqn))
-        prepared: Kept = {}
+        prepared: PreparedValues = {}
 
         def ask(patterns: Patterns) -> Iterator[tuple[str, Decision]]:
             return decide_all(block, patterns, pruners, dict(stats), ALONE, prepared)  # a copy: it drops statistics

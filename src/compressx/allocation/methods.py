@@ -178,7 +178,7 @@ def outlier_weighed(ratios: Sequence[float], weights: Sequence[int], target: flo
     return [target - spread * (r - mean) / farthest for r in ratios]
 
 
-def windows_kept(plan: Plan, settings: Allocation, windows: int) -> int:
+def stored_windows(plan: Plan, settings: Allocation, windows: int) -> int:
     """Return how many windows of hidden states or gradients an allocation keeps, for this many calibration windows."""
     states = 2 * min(settings.samples, windows)  # before and after a block
     if isinstance(settings, OwlAllocation):

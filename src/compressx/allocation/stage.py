@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
-from compressx.allocation.methods import Curves, allocate, windows_kept
+from compressx.allocation.methods import Curves, allocate, stored_windows
 from compressx.allocation.units import check_allocation
 from compressx.api.names import in_short, kind_of
 from compressx.api.patterns import Structured
@@ -54,7 +54,7 @@ class Allocate(Stage):
         text, settings = state.recipe.calibration, state.plan.allocation
         if text is None or settings is None:
             return {}
-        states = state.hidden_bytes(windows_kept(state.plan, settings, text.samples))
+        states = state.hidden_bytes(stored_windows(state.plan, settings, text.samples))
         parts = {} if state.in_files(states) else {"hidden states and gradients": states}
         return {**parts, **statistics_bytes(state)}
 
@@ -105,7 +105,7 @@ def _measured(state: RunState, settings: Allocation) -> None:
         state.report_progress("allocate", 0, 1)
         if ranks.first:
             batches = state.batches
-            keep = state.keep("allocation", windows_kept(state.plan, settings, sum(map(len, batches))))
+            keep = state.keep("allocation", stored_windows(state.plan, settings, sum(map(len, batches))))
             try:
                 final, report = allocate(
                     state.calibrated, state.plan, settings, batches, state.sensitivities.linears,

@@ -15,7 +15,7 @@ from compressx.api.patterns import FixedMask, Pattern, Structured, competing, co
 from compressx.api.pruner import AnyPruner, Block, Linear, PreparingPruner, PruneResult
 from compressx.blocks.observe import Observed
 from compressx.masks.file import MaskEntry
-from compressx.numerics.masked import kept_in_groups, told_misplaced, zeroed
+from compressx.numerics.masked import count_in_groups, misplaced_groups, zeroed
 from compressx.runtime.errors import ArtifactError, PluginError, blamed_on
 from compressx.runtime.finite import all_finite, first_damaged
 from compressx.runtime.transfer import to_device
@@ -253,7 +253,7 @@ def _counted(pattern: Pattern, result: PruneResult, dtype: torch.dtype) -> dict[
     if isinstance(pattern, FixedMask):
         asked["others"], pattern = (result.keep != pattern.keep).sum(), pattern.chosen_as
     if groups := groups_of(pattern, result.keep.shape[1]):
-        least, most = kept_in_groups(result.keep, groups[0]).aminmax()
+        least, most = count_in_groups(result.keep, groups[0]).aminmax()
         asked["misplaced"] = (least != groups[1]) | (most != groups[1])
     else:
         asked["zeros"] = result.keep.numel() - torch.count_nonzero(result.keep)  # a sixth of the time of a sum
@@ -279,7 +279,7 @@ def _check_linear(
         pattern = pattern.chosen_as
     if groups := groups_of(pattern, result.keep.shape[1]):
         if found["misplaced", name]:
-            raise PluginError(f"{who}: pattern {pattern} means that {told_misplaced(result.keep, *groups)}")
+            raise PluginError(f"{who}: pattern {pattern} means that {misplaced_groups(result.keep, *groups)}")
     elif (expected := zeros_in(pattern, *result.keep.shape)) not in (None, zeros := found["zeros", name]):
         raise PluginError(f"{who}: pattern {pattern} means {expected} zeros of {result.keep.numel()}, got {zeros}")
     # A sum that is not finite may have overflowed.

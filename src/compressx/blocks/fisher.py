@@ -94,7 +94,7 @@ def fisher_diagonal(
     generator = torch.Generator(device).manual_seed(0)  # on the device: numbers from the host would be waited for
     enough = max(1, (ROW_WINDOWS if wanted else CHANNEL_WINDOWS) // ranks.size)
     enough, seen = min(enough, sum(map(len, batches))), 0
-    first, further = _parted(batches, enough)
+    first, further = _first_windows(batches, enough)
     for group in chain(_groups(access, found, first), ([batch] for batch in further)):
         if seen >= enough and all(squares.reached for squares in at.values()):
             break
@@ -192,7 +192,7 @@ def drawn_labels(logits: Tensor, generator: torch.Generator) -> Tensor:
     return torch.cat(labels)
 
 
-def _parted(batches: Sequence[Tensor], first: int) -> tuple[list[Tensor], list[Tensor]]:
+def _first_windows(batches: Sequence[Tensor], first: int) -> tuple[list[Tensor], list[Tensor]]:
     """Return the first windows in batches of the same size, and each of the others as a batch of one."""
     windows = torch.cat(list(batches)) if batches else torch.empty(0)
     if len(windows) <= first:

@@ -36,7 +36,7 @@ ByRule: TypeAlias = Mapping[PlannedRule, Mapping[str, Asked]]
 Stats: TypeAlias = dict[str, dict[str, Observed]]
 """What the pruners of a block observed, by linear name, then by the role that asked."""
 
-Kept: TypeAlias = dict[tuple[PlannedRule, str], dict[Observed, Any]]
+PreparedValues: TypeAlias = dict[tuple[PlannedRule, str], dict[Observed, Any]]
 """What the pruners of a block have prepared, by rule and role, kept for when they are asked again."""
 
 _ROLES = ("selects", "reconstructs")
@@ -120,7 +120,7 @@ def _combine(
 
 
 def decide_all(
-    block: Block, by_rule: ByRule, pruners: Built, stats: Stats, ranks: Ranks, kept: Kept | None = None
+    block: Block, by_rule: ByRule, pruners: Built, stats: Stats, ranks: Ranks, kept: PreparedValues | None = None
 ) -> Iterator[tuple[str, Decision]]:
     """Decide for all linears of a block, each process for its share of them.
 
@@ -141,7 +141,7 @@ def decide_all(
     Raises:
         PluginError: as `decide`, or a pruner has changed what it was not asked about.
     """
-    tasks = [(rule, names) for rule, patterns in by_rule.items() for names in _apart(rule, patterns, stats)]
+    tasks = [(rule, names) for rule, patterns in by_rule.items() for names in _split(rule, patterns, stats)]
     tasks.sort(key=lambda task: task[0].separable)
     first = sum(not rule.separable for rule, _ in tasks)
     turns = [tasks[:first], *([task] for task in tasks[first:])] if ranks.size == 1 else [tasks]
@@ -156,7 +156,7 @@ def decide_all(
 
 def _in_turn(
     block: Block, tasks: Sequence[tuple[PlannedRule, Sequence[str]]],
-    by_rule: ByRule, pruners: Built, stats: Stats, untouched: Checksums, ranks: Ranks, kept: Kept | None,
+    by_rule: ByRule, pruners: Built, stats: Stats, untouched: Checksums, ranks: Ranks, kept: PreparedValues | None,
 ) -> Iterator[tuple[str, Decision]]:  # fmt: skip
     """Decide some tasks, each on one process, and only then yield what was decided."""
     sizes = [sum(block.linears[n].weight.numel() for n in names) for _, names in tasks]
@@ -183,19 +183,14 @@ def _device(block: Block) -> torch.device:
     return next(iter(block.linears.values())).weight.device
 
 
-def _apart(rule: PlannedRule, patterns: Mapping[str, Asked], stats: Stats) -> list[list[str]]:
-    """Part a rule's linears so that each part can be decided by itself; those that share statistics stay together."""
-    if not is_apart(rule, patterns):
+def _split(rule: PlannedRule, patterns: Mapping[str, Asked], stats: Stats) -> list[list[str]]:
+    """Split a rule's linears so that each part can be decided by itself; those that share statistics stay together."""
+    if not rule.separable or is_together(patterns):
         return [list(patterns)]
     groups: dict[tuple[object, ...], list[str]] = {}
     for name in patterns:
         groups.setdefault(tuple(stats[name].values()) or (name,), []).append(name)
     return list(groups.values())
-
-
-def is_apart(rule: PlannedRule, patterns: Mapping[str, Asked]) -> bool:
-    """Say whether each of a rule's linears in a block may be decided without the others."""
-    return rule.separable and not is_together(patterns)
 
 
 def decide(
@@ -205,7 +200,7 @@ def decide(
     patterns: Mapping[str, Asked],
     stats: Stats,
     untouched: Checksums,
-    kept: Kept | None = None,
+    kept: PreparedValues | None = None,
 ) -> Mapping[str, PruneResult]:
     """Ask a rule's selector, then its reconstructor if it has one, and check each answer.
 

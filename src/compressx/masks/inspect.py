@@ -19,7 +19,7 @@ from compressx.models.checkpoint import find_checkpoint
 from compressx.models.packed_folder import Sizes, is_packed, sizes_of
 from compressx.models.shards import OUTSIDE
 from compressx.models.streaming import open_model
-from compressx.numerics.masked import kept_in_groups, told_unlike
+from compressx.numerics.masked import count_in_groups, pattern_mismatch
 from compressx.recipe.sources import ModelSource
 from compressx.runtime.errors import ArtifactError
 
@@ -115,7 +115,7 @@ def pattern_of(zero: Tensor) -> str:
 
 def fits_two_four(zero: Tensor) -> bool:
     """Return whether every four consecutive columns of `zero` [out_features, in_features] have two zeros or more."""
-    return zero.shape[1] % 4 == 0 and bool((kept_in_groups(~zero, 4) <= 2).all())
+    return zero.shape[1] % 4 == 0 and bool((count_in_groups(~zero, 4) <= 2).all())
 
 
 def inspect(source: ModelSource, masks: Path | None = None) -> Inspection:
@@ -168,7 +168,7 @@ def _inspected(access: Access, source: ModelSource, entries: Mapping[str, MaskEn
                 if entry is not None:
                     if entry.keep.shape != zero.shape:
                         raise _OtherModelError(f"{name}: its mask is {[*entry.keep.shape]}, the weight {list(shape)}")
-                    if unlike := told_unlike(entry.keep, entry.pattern):
+                    if unlike := pattern_mismatch(entry.keep, entry.pattern):
                         raise _OtherModelError(f"{name}: its mask is called {entry.pattern}, but is none: {unlike}")
                     off = int((~entry.keep & ~zero).sum())
                 mask = None if entry is None else f"{entry.pruner} {entry.pattern}"

@@ -28,7 +28,7 @@ from compressx.api.pruner import Linear
 from compressx.masks.adapters import refuse_adapted
 from compressx.masks.file import MaskEntry, PackedMasks, read_masks, weight_sha256, write_masks
 from compressx.models.architecture import linears_of, refuse_prepared
-from compressx.numerics.masked import told_unlike
+from compressx.numerics.masked import pattern_mismatch
 from compressx.runtime.errors import ArtifactError, did_you_mean
 
 if TYPE_CHECKING:
@@ -213,7 +213,7 @@ class MaskSet(Mapping[str, MaskEntry]):
                     f"{name}: the mask is {[*entry.keep.shape]} [out_features, in_features], the weight "
                     f"{[*weight.shape]}; the masks were made for another model{shrunk_note(model)}"
                 )
-            if unlike := told_unlike(entry.keep, entry.pattern):
+            if unlike := pattern_mismatch(entry.keep, entry.pattern):
                 raise ArtifactError(f"{name}: its mask is called {entry.pattern}, but is none: {unlike}; make it anew")
             if weight.is_meta:
                 raise ArtifactError(f"{name}: its weight is not loaded (device meta); load the whole model first")

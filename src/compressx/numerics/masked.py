@@ -23,7 +23,7 @@ def zeroed(x: Tensor, keep: Tensor) -> Tensor:
     return (x.view(_BITS[x.element_size()]) * keep).view(x.dtype)
 
 
-def kept_in_groups(keep: Tensor, of: int) -> Tensor:
+def count_in_groups(keep: Tensor, of: int) -> Tensor:
     """Count what each `of` consecutive entries of a mask [out_features, in_features] keep, integers [groups].
 
     A product adds eight bytes or four: torch's sum over a short dimension takes three times as long, or thirty.
@@ -36,11 +36,11 @@ def kept_in_groups(keep: Tensor, of: int) -> Tensor:
     return counts if of == wide else counts.view(-1, of // wide).sum(dim=1)
 
 
-def told_misplaced(keep: Tensor, of: int, kept: int) -> str:
+def misplaced_groups(keep: Tensor, of: int, kept: int) -> str:
     """Say which groups of `of` input features of a mask keep another number than `kept`; empty if none does."""
     if keep.shape[1] % of:
         return f"{keep.shape[1]} input features are no multiple of {of}"
-    counts = kept_in_groups(keep, of)
+    counts = count_in_groups(keep, of)
     wrong = (counts != kept).nonzero().flatten()
     if not len(wrong):
         return ""
@@ -52,7 +52,7 @@ def told_misplaced(keep: Tensor, of: int, kept: int) -> str:
     )
 
 
-def told_unlike(keep: Tensor, pattern: str) -> str:
+def pattern_mismatch(keep: Tensor, pattern: str) -> str:
     """Say where a mask is not the N:M that `pattern`, as a masks file has it, says; empty if it is, or is none."""
     named = re.fullmatch(r"([0-9]{1,9}):([1-9][0-9]{0,8})", pattern)
-    return "" if named is None else told_misplaced(keep, int(named[2]), int(named[1]))
+    return "" if named is None else misplaced_groups(keep, int(named[2]), int(named[1]))

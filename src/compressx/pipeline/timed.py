@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from compressx.allocation.methods import allocate, windows_kept
+from compressx.allocation.methods import allocate, stored_windows
 from compressx.blocks.fisher import CHANNEL_WINDOWS, ROW_WINDOWS, FisherDiagonal, fisher_diagonal
 from compressx.blocks.prune import prune_model, resumable
 from compressx.models.architecture import survey
@@ -152,7 +152,7 @@ def _allocate(state: RunState) -> float:
         if done == 2:
             raise _EnoughError
 
-    windows = windows_kept(plan, settings, sum(map(len, state.batches)))
+    windows = stored_windows(plan, settings, sum(map(len, state.batches)))
     with suppress(_EnoughError), state.loaded.at("allocation"):
         allocate(
             state.calibrated, plan, settings, state.batches, state.sensitivities.linears, progress,

@@ -1,32 +1,42 @@
-"""The stage that writes the smaller dense model that is left when units were pruned whole."""
+"""The stage that saves the smaller dense model that is left when units were pruned whole, and compares it."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import shutil
+import tempfile
 from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from compressx.api.patterns import Structured
+from compressx.api.pruner import Block
 from compressx.masks.maskset import MaskSet
-from compressx.models.access import Access, InMemory
-from compressx.models.architecture import text_config
+from compressx.models import shards
+from compressx.models.access import Access, InMemory, block_file
+from compressx.models.architecture import Architecture, survey, text_config
+from compressx.models.blockwise import capture, each_block, replay, run_around
 from compressx.models.checkpoint import Checkpoint
 from compressx.models.loading import load_model
+from compressx.models.shards import OUTSIDE, save_model
 from compressx.models.streaming import StreamedModel, open_streamed
 from compressx.planning.plan import Plan, PlannedDepth
 from compressx.runtime.errors import Mistakes, RecipeError, UnsupportedModelError
-from compressx.runtime.files import atomic_write
-from compressx.shrink.cuts import Kept, Smaller, smaller
-from compressx.shrink.saved import TOLERANCE, difference, save_shrunk
+from compressx.runtime.files import BLOCKS, atomic_write
+from compressx.shrink.cuts import RemainingUnits, Smaller, build_like, smaller
 from compressx.stages.state import RunState, Stage
 
 _TOKENS = 64
 """Tokens of each of two random sequences on which the models are compared."""
+
+TOLERANCE = 1e-3
+"""What `difference` may be at most. In float32 rounding gives about 1e-5; a unit in a wrong place gives about 1."""
 
 
 class Shrink(Stage):
@@ -50,7 +60,7 @@ class Shrink(Stage):
             ))  # fmt: skip
             return
         kept = [
-            Kept(p.units, torch.arange(p.units.count) < p.units.count - p.dropped)
+            RemainingUnits(p.units, torch.arange(p.units.count) < p.units.count - p.dropped)
             for p in patterns.values()
             if p.unit != "blocks"
         ]
@@ -70,7 +80,7 @@ class Shrink(Stage):
         state.report_progress("save", 0, 1)
         shutil.rmtree(folder / "model", ignore_errors=True)  # left incomplete by an interrupted run
         with state.loaded.at("shrink"):
-            kept = kept_units(plan, state.store.masks())
+            kept = remaining_units(plan, state.store.masks())
             made = smaller(access.model, kept, plan.dropped)
             made.config.compressx = {
                 **access.model.config.compressx,
@@ -105,19 +115,19 @@ def _fitting_others(skeleton: Any, patterns: Iterable[Structured]) -> str:
     able = []
     for left in range(1, count):
         with contextlib.suppress(UnsupportedModelError):
-            smaller(skeleton, [Kept(p.units, torch.arange(count) < left) for p in heads])
+            smaller(skeleton, [RemainingUnits(p.units, torch.arange(count) < left) for p in heads])
             able.append(left)
     if not able or count - dropped in able:
         return ""
     return f"; sparsities of kv-groups that fit: {', '.join(f'{1 - n / count:.4g} ({n} left)' for n in able)}"
 
 
-def kept_units(plan: Plan, masks: MaskSet) -> list[Kept]:
+def remaining_units(plan: Plan, masks: MaskSet) -> list[RemainingUnits]:
     """Return which units stay, of each set of units that was pruned."""
     patterns = [x.pattern for x in plan.linears if isinstance(x.pattern, Structured)]
     sets = {(p.unit, p.units.fqn): p.units for p in patterns}
     return [
-        Kept(units, units.kept({name: masks[name].keep for name in units.owners}))
+        RemainingUnits(units, units.kept({name: masks[name].keep for name in units.owners}))
         for units in sets.values()
         if units.kind != "blocks"
     ]
@@ -150,7 +160,7 @@ def _compare(access: Access, made: Smaller, checkpoint: Checkpoint) -> tuple[Acc
     return saved, differs
 
 
-def _units(kept: list[Kept], made: Smaller, plan: Plan) -> dict[str, Any]:
+def _units(kept: list[RemainingUnits], made: Smaller, plan: Plan) -> dict[str, Any]:
     """Return the content of `units.json`."""
     return {
         "blocks": {"count": len(made.blocks) + len(plan.dropped), "dropped": [*plan.dropped]},
@@ -159,3 +169,89 @@ def _units(kept: list[Kept], made: Smaller, plan: Plan) -> dict[str, Any]:
             for one in kept
         },
     }
+
+
+def save_shrunk(access: Access, made: Smaller, tokenizer: Any | None, folder: Path) -> None:
+    """Save the smaller model in transformers' format.
+
+    Raises:
+        ArtifactError: it cannot be written.
+    """
+    small = build_like(access.model, made)
+    small.generation_config = copy.deepcopy(access.model.generation_config)
+    if isinstance(access, StreamedModel):
+        _save_streamed(access, made, small, tokenizer, folder)
+    else:
+        small.load_state_dict(made.cuts.all(access.model.state_dict()), strict=True, assign=True)
+        if (conversions := getattr(access.model, "_weight_conversions", None)) is not None:
+            small._weight_conversions = conversions
+        save_model(small, tokenizer, folder)
+
+
+def _save_streamed(access: StreamedModel, made: Smaller, small: Any, tokenizer: Any | None, folder: Path) -> None:
+    """Save a smaller model one block at a time, one file each."""
+    where = folder.parent / BLOCKS  # which an output folder loses at its end, whatever a killed process leaves there
+    where.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="smaller-", dir=where) as beside:
+        parts = []
+        for fqn in made.blocks:
+            with access.materialise(fqn):
+                left = shards.checkpoint_tensors(small, made.cuts.all(access.tensors(fqn)))
+                shards.write(block_file(Path(beside), fqn), left)
+            parts.append(shards.of_file(block_file(Path(beside), fqn), fqn))
+        with access.materialise(OUTSIDE):
+            save_model(small, tokenizer, folder, made.cuts.all(access.tensors(OUTSIDE)))
+        shards.join(folder, parts)
+
+
+@torch.no_grad()
+def difference(pruned: Access, smaller: Access, made: Smaller, tokens: Tensor) -> float:
+    """Return how far two models are apart, each part of them computing on the same input.
+
+    Whole models of 16 bits cannot be compared: products of fewer numbers are added up in another order, and the last
+    bits of one block's output are magnified by the next ones. So each block is compared alone, in float32, or in
+    float64 if that is what the model has.
+
+    Args:
+        pruned: of the original size.
+        smaller: what is left of it.
+        made: how it was made.
+        tokens: ids [batch, tokens].
+
+    Returns:
+        The largest of the differences of the embeddings, of what each block adds to the hidden states, and of the
+        logits; each a norm, relative to that of the larger model. `TOLERANCE` is more than rounding explains.
+    """
+    both = (pruned, smaller)
+    found = [survey(access.model) for access in both]
+    (states, calls), (theirs, their_calls) = (capture(x, at, [tokens]) for x, at in zip(both, found, strict=True))
+    apart = [_relative(theirs[0] - states[0], states[0])]
+    state = states[0].to(torch.promote_types(states[0].dtype, torch.float32))
+    left = each_block(smaller, found[1], their_calls)
+    for block, _ in each_block(pruned, found[0], calls):
+        added = _added(block, state)
+        if block.fqn in made.blocks:
+            apart.append(_relative(_added(next(left)[0], state) - added, added))
+        else:  # it has to add nothing
+            apart.append(_relative(added, state))
+        state = state + added
+    logits = [_logits(x, at, tokens, state) for x, at in zip(both, found, strict=True)]
+    apart.append(_relative(logits[1] - logits[0], logits[0]))
+    return float(torch.tensor(apart, dtype=torch.float64).max())  # NaN if one is, which Python's own would pass over
+
+
+def _added(block: Block, state: Tensor) -> Tensor:
+    """Return what a block adds to hidden states [batch, tokens, width], in their dtype."""
+    return replay(copy.deepcopy(block.module).to(state.dtype), state, block.calls[0]) - state
+
+
+def _logits(access: Access, found: Architecture, tokens: Tensor, state: Tensor) -> Tensor:
+    with access.materialise(OUTSIDE):
+        ids, last = tokens.to(access.device), state.to(access.model.dtype)
+        logits: Tensor = run_around(access.model, found.blocks, ids, last).logits
+        return logits
+
+
+def _relative(difference: Tensor, to: Tensor) -> float:
+    tiny = torch.finfo(torch.float64).tiny
+    return float(difference.double().norm() / to.double().norm().clamp_min(tiny))

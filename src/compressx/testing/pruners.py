@@ -19,7 +19,7 @@ from compressx.blocks.depth import score_blocks
 from compressx.blocks.fisher import fisher_diagonal
 from compressx.blocks.observe import Observed
 from compressx.blocks.prune import prune_model
-from compressx.blocks.select import Kept, Stats, write
+from compressx.blocks.select import PreparedValues, Stats, write
 from compressx.models.access import InMemory
 from compressx.models.architecture import survey
 from compressx.models.units import find_units, reinstate
@@ -289,7 +289,7 @@ def _prepared(subject: Subject) -> None:
         raise NoSuchPromiseError("it prepares nothing")
     stats = subject.statistics(scene)
     fresh = {pattern: subject.decided(scene, pattern, stats) for pattern in subject.few}
-    values: Kept = {}
+    values: PreparedValues = {}
     for pattern in (*fresh, *fresh):
         again = subject.decided(scene, pattern, stats, kept=values)
         _expect_equal(fresh[pattern], again, f"{pattern}: with what it had prepared it")

@@ -17,7 +17,7 @@ from compressx.api.patterns import NM, UNIT_KINDS, Asked, Structured, UnitKind, 
 from compressx.api.pruner import AnyPruner, Block, PruneResult, PrunerSpec
 from compressx.blocks.contract import Checksums
 from compressx.blocks.fisher import fisher_diagonal
-from compressx.blocks.select import Kept, Stats, decide, gather
+from compressx.blocks.select import PreparedValues, Stats, decide, gather
 from compressx.models.access import InMemory
 from compressx.models.architecture import survey
 from compressx.models.blockwise import capture, each_block, passes
@@ -239,7 +239,7 @@ class Subject:
     @torch.no_grad()
     def decided(
         self, scene: Scene, claim: Claim, stats: Stats | None = None, *,
-        names: Collection[str] | None = None, rule: PlannedRule | None = None, kept: Kept | None = None,
+        names: Collection[str] | None = None, rule: PlannedRule | None = None, kept: PreparedValues | None = None,
     ) -> Mapping[str, PruneResult]:  # fmt: skip
         """Ask the pruner, as the host does, for all linears of a pattern or for some; the host refuses torn units."""
         rule = rule or self.rule

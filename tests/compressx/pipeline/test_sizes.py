@@ -10,7 +10,7 @@ import pytest
 import torch
 from tests.compressx.pipeline.runs import recipe
 
-from compressx.allocation.methods import windows_kept
+from compressx.allocation.methods import stored_windows
 from compressx.api.statistics import FeatureNorms
 from compressx.blocks.select import gather
 from compressx.masks.maskset import MaskEntry, MaskSet
@@ -71,7 +71,7 @@ def test_each_stage_has_its_parts(model):
         model, {"targets": ["*"], "pruner": "sparsegpt"}, finetune={"teacher": "none"},
         allocation={"method": "divergence", "target": 0.5, "sparsities": [0.3, 0.6]},
     )  # fmt: skip
-    windows = windows_kept(plan, settings.allocation, 8)
+    windows = stored_windows(plan, settings.allocation, 8)
     assert memory["allocate"]["hidden states and gradients"] == windows * STATES // 8
     assert memory["prune"]["hidden states"] == STATES
     assert memory["prune"]["weights"] == whole

@@ -18,8 +18,7 @@ from compressx.models.architecture import find_blocks
 from compressx.plugins.manager import load_plugins
 from compressx.runtime.errors import Mistakes, UnsupportedModelError
 from compressx.shrink.cuts import smaller
-from compressx.shrink.saved import save_shrunk
-from compressx.shrink.stage import Shrink, kept_units
+from compressx.shrink.stage import Shrink, remaining_units, save_shrunk
 from compressx.stages.state import RunState
 from compressx.testing import TINY_CONFIGS, tiny_model, tiny_tokens
 
@@ -42,7 +41,7 @@ def written(model: Any, folder: Path, *rules: dict[str, Any], gone: int = 0) -> 
     if plan.depth is not None:
         plan = plan.scored({fqn: float(i != gone) for i, fqn in enumerate(find_blocks(model))})
     masks = {n: e for b in prune_model(InMemory(model), plan, list(TOKENS.split(4))) for n, e in b.masks.items()}
-    made = smaller(model, kept_units(plan, MaskSet(masks)), plan.dropped)
+    made = smaller(model, remaining_units(plan, MaskSet(masks)), plan.dropped)
     save_shrunk(InMemory(model), made, None, folder / "model")
     return AutoModelForCausalLM.from_pretrained(folder / "model").eval(), made.numbers
 

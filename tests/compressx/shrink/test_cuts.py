@@ -18,9 +18,8 @@ from compressx.models.access import InMemory
 from compressx.models.architecture import survey, text_config
 from compressx.models.units import find_units, leave_out
 from compressx.runtime.errors import UnsupportedModelError
-from compressx.shrink.config import renumber
-from compressx.shrink.cuts import Kept, smaller
-from compressx.shrink.saved import TOLERANCE, difference, save_shrunk
+from compressx.shrink.cuts import RemainingUnits, renumber, smaller
+from compressx.shrink.stage import TOLERANCE, difference, save_shrunk
 from compressx.testing.models import TINY_CONFIGS, save_tiny_model, tiny_model, tiny_tokens
 
 FIXED = "has no number for its 256 neurons"
@@ -55,7 +54,7 @@ def blocks_of(model: Any) -> list[Block]:
 
 
 @torch.no_grad()
-def dropped(model: Any, kind: UnitKind, share: float, *, only: tuple[int, ...] = (0, 1, 2)) -> list[Kept]:
+def dropped(model: Any, kind: UnitKind, share: float, *, only: tuple[int, ...] = (0, 1, 2)) -> list[RemainingUnits]:
     """Drop a share of the units of each block at random, in the model's weights; return what stays."""
     generator = torch.Generator().manual_seed(0)
     kept = []
@@ -73,7 +72,7 @@ def dropped(model: Any, kind: UnitKind, share: float, *, only: tuple[int, ...] =
                 weight.copy_(weight * mask)
             if kind == "experts":
                 leave_out(block, units, keep)
-            kept.append(Kept(units, keep))
+            kept.append(RemainingUnits(units, keep))
     return kept
 
 
@@ -89,7 +88,7 @@ def without_output(model: Any, *gone: int) -> tuple[str, ...]:
     return tuple(block.fqn for block in blocks)
 
 
-def saved(model: Any, kept: list[Kept], folder: Path, gone: tuple[str, ...] = ()) -> Any:
+def saved(model: Any, kept: list[RemainingUnits], folder: Path, gone: tuple[str, ...] = ()) -> Any:
     """Save the smaller model and load it again as anyone would."""
     save_shrunk(InMemory(model), smaller(model, kept, gone), None, folder)
     return AutoModelForCausalLM.from_pretrained(folder).eval()
