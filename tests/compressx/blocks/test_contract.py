@@ -1,7 +1,8 @@
-"""Answers that the host refuses: zeros in other places than the pattern says, torn units, a bias that is none."""
+"""What a pruner prepares and answers, and the answers that the host refuses."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -9,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 from tests.accelerator import pretended_accelerator
+from tests.compressx.blocks.test_prune import Spy, pruned, spec_of
 from torch import nn
 
 from compressx import (
     NM,
     Block,
+    FeatureNorms,
     FixedMask,
     Linear,
     Owners,
@@ -23,9 +26,12 @@ from compressx import (
     Units,
     Unstructured,
     keep_mask,
+    keep_masks,
 )  # fmt: skip
-from compressx.blocks.contract import Checksums, ask, check_numbers
+from compressx.blocks.contract import Checksums, Prepared, ask, check_numbers
+from compressx.blocks.observe import Observed
 from compressx.blocks.select import write
+from compressx.testing import tiny_model
 
 NAMES = ("block.up", "block.down")
 
@@ -219,3 +225,69 @@ def test_groups_are_counted_in_the_transfer_that_all_numbers_take(pattern):
         with device.counted() as counts:
             check_numbers(*given)
     assert counts.synchronisations == 1, counts.places()
+
+
+class Norms:
+    """What is prepared, so that it can be counted and seen to go."""
+
+    def __init__(self, norms: torch.Tensor) -> None:
+        self.norms = norms
+
+
+class Preparing(Spy):
+    """Wanda, its norms prepared."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prepared: list[str] = []
+        self.held: list[int] = []
+        self._made: list[weakref.ref[Norms]] = []
+
+    def prepare(self, block, name, statistic):
+        self.prepared.append(name.rpartition(".")[2])
+        self.held.append(sum(of() is not None for of in self._made))
+        made = Norms(statistic.norms)
+        self._made.append(weakref.ref(made))
+        return made
+
+    def prune(self, block, patterns, stats, prepared):
+        scores = {n: block.linears[n].weight.abs() * of.norms for n, of in prepared.items()}
+        return {n: PruneResult(keep) for n, keep in keep_masks(scores, patterns).items()}
+
+
+@pytest.mark.parametrize("separable", [True, False])
+def test_each_statistic_of_a_block_is_prepared_once_and_one_is_held_at_a_time(separable):
+    pruner = Preparing()
+    pruned(tiny_model("llama"), spec_of(pruner, separable=separable), only="layers.0.")
+    assert pruner.prepared == ["q_proj", "o_proj", "gate_proj", "down_proj"]
+    assert max(pruner.held) == int(not separable)  # that of the loop, when the next one is asked for
+    assert pruner._made[-1]() is None
+
+
+def observed(**statistics: int) -> dict[str, Observed]:
+    of = {size: Observed(FeatureNorms(size)) for size in statistics.values()}
+    return {name: of[size] for name, size in statistics.items()}
+
+
+def test_what_is_kept_is_not_prepared_again_and_what_is_not_is():
+    pruner, stats, kept = Preparing(), observed(q=4, o=5), {}
+    for _ in range(2):
+        assert len(list(Prepared("mine", pruner, None, stats, kept).values())) == 2
+    assert pruner.prepared == ["q", "o"]
+    alone = Prepared("mine", pruner, None, stats)
+    for name in "qoq":
+        assert alone[name] is alone[name]
+    assert pruner.prepared == ["q", "o", *"qoq"]
+
+
+def test_a_failure_to_prepare_names_the_plugin_the_linear_and_the_line():
+    class Broken(Preparing):
+        def prepare(self, block, name, statistic):
+            raise ZeroDivisionError("boom")
+
+    with pytest.raises(
+        PluginError,
+        match=r"^prepare of pruner 'other' failed on model\.layers\.0\.self_attn\.q_proj: "
+        r"ZeroDivisionError: boom \(.*test_prepared\.py, line \d+\)$",
+    ):
+        pruned(tiny_model("llama"), spec_of(Broken()))
