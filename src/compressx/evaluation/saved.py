@@ -38,7 +38,7 @@ from compressx.recipe.sources import ModelField, ModelSource, datasets_in, long_
 from compressx.recipe.validation import Strict, validated
 from compressx.runtime.errors import ArtifactError, Mistakes, RecipeError, nearest, one_line
 from compressx.runtime.files import os_errors_named
-from compressx.runtime.modes import freed_memory_kept
+from compressx.runtime.modes import reuse_freed_memory
 
 _SOURCE: TypeAdapter[ModelSource] = TypeAdapter(ModelField)
 _DEFAULT: Mapping[str, Any] = {"token_perplexity": {"dataset": "wikitext", "sequence_length": 2048}}
@@ -106,7 +106,7 @@ def measures(
     return settings, selecting
 
 
-@freed_memory_kept()
+@reuse_freed_memory()
 def evaluate_saved(
     source: ModelSource,
     settings: Options,

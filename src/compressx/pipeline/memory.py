@@ -32,7 +32,7 @@ from compressx.recipe.schema import recipe_in_memory
 from compressx.runtime.code import __version__, library_versions
 from compressx.runtime.errors import ArtifactError, CalibrationError, CompressxError, UnsupportedModelError
 from compressx.runtime.machine import machine
-from compressx.runtime.modes import deterministic, freed_memory_kept, torchs_own_modes
+from compressx.runtime.modes import deterministic, reuse_freed_memory, torchs_own_modes
 from compressx.runtime.timing import forget_peaks
 from compressx.stages.log import run_log
 from compressx.stages.state import Progress, RunState
@@ -62,7 +62,7 @@ class PrunedModel:
         return f"PrunedModel({type(self.model).__name__}, {self.report!r})"
 
 
-@freed_memory_kept()
+@reuse_freed_memory()
 @torchs_own_modes()
 def prune(
     model: Any,

@@ -34,7 +34,7 @@ from compressx.runtime.code import __version__, library_versions
 from compressx.runtime.errors import RecipeError
 from compressx.runtime.files import atomic_write
 from compressx.runtime.machine import command, machine
-from compressx.runtime.modes import deterministic, freed_memory_kept, torchs_own_modes
+from compressx.runtime.modes import deterministic, reuse_freed_memory, torchs_own_modes
 from compressx.runtime.ranks import Ranks, joined_ranks
 from compressx.runtime.timing import Timing, forget_peaks, peak_gpu_bytes, peak_resident_bytes
 from compressx.stages.log import run_log
@@ -84,7 +84,7 @@ def plan(
     return state.plan
 
 
-@freed_memory_kept()
+@reuse_freed_memory()
 @torchs_own_modes()
 def run(
     recipe: LoadedRecipe | Path | str | Mapping[str, Any],

@@ -23,7 +23,7 @@ from compressx.pipeline.inputs import choose_arithmetic, opened, read_calibratio
 from compressx.pipeline.stages import memory_advised
 from compressx.planning.plan import Plan
 from compressx.recipe.schema import Recipe
-from compressx.runtime.modes import deterministic, freed_memory_kept, torchs_own_modes
+from compressx.runtime.modes import deterministic, reuse_freed_memory, torchs_own_modes
 from compressx.runtime.ranks import ALONE
 from compressx.runtime.timing import Timing, forget_peaks, peak_gpu_bytes, peak_resident_bytes, synchronize
 from compressx.stages.log import run_log
@@ -64,7 +64,7 @@ class RunTime:
         return {**asdict(self), "total_seconds": self.total}
 
 
-@freed_memory_kept()
+@reuse_freed_memory()
 @torchs_own_modes()
 def time_run(state: RunState, progress: Progress | None = None) -> RunTime:
     """Load the model and measure what a run does with one block of each kind. Nothing but temporary files is written.

@@ -99,7 +99,7 @@ _entering = threading.Lock()
 
 
 @contextlib.contextmanager
-def freed_memory_kept() -> Iterator[None]:
+def reuse_freed_memory() -> Iterator[None]:
     """Keep freed memory for the next arrays within a `with`, or a function, and return it to the system at the end.
 
     Whoever sets glibc's allocator by the environment keeps these settings. Settings that a process has made itself are

@@ -19,7 +19,7 @@ from compressx.pipeline.memory import prune
 from compressx.pipeline.run import run
 from compressx.runtime import modes
 from compressx.runtime.errors import CompressxError
-from compressx.runtime.modes import deterministic, freed_memory_kept, return_freed_memory
+from compressx.runtime.modes import deterministic, return_freed_memory, reuse_freed_memory
 from compressx.testing import tiny_model, tiny_tokens
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda:1")
@@ -159,7 +159,7 @@ GLIBC = modes._glibc("mallopt") is not None
 FAULTS = """
 import resource
 import psutil, torch
-from compressx.runtime.modes import freed_memory_kept
+from compressx.runtime.modes import reuse_freed_memory
 
 def fresh(megabytes, count):
     # Pages, as a share of all, of arrays that are asked for and freed again and again; the first rounds fill the heap.
@@ -170,7 +170,7 @@ def fresh(megabytes, count):
         del made
     return (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) * 4096 / 2**20 / (4 * megabytes * count)
 
-with freed_memory_kept():
+with reuse_freed_memory():
     print(fresh(24, 6), fresh(2, 50))
     inside = psutil.Process().memory_info().rss
 print((inside - psutil.Process().memory_info().rss) / 2**20)
@@ -203,7 +203,7 @@ def calls(monkeypatch) -> list[tuple[str | int, ...]]:
 )  # fmt: skip
 def test_settings_of_the_environment_are_left_alone(name, value, calls, monkeypatch):
     monkeypatch.setenv(name, value)
-    with freed_memory_kept():
+    with reuse_freed_memory():
         pass
     assert calls == []
 
@@ -213,8 +213,8 @@ RETURNED = [("mallopt", -3, 2**25), ("mallopt", -1, 2**26), ("malloc_trim", 0)]
 
 
 def test_the_first_run_sets_and_the_last_one_restores(calls):
-    with freed_memory_kept():
-        with freed_memory_kept():
+    with reuse_freed_memory():
+        with reuse_freed_memory():
             pass
         assert calls == [*KEPT, RETURNED[-1]]
     assert calls == [*KEPT, RETURNED[-1], *RETURNED]
@@ -224,11 +224,11 @@ def test_the_first_run_sets_and_the_last_one_restores(calls):
 def test_other_systems_are_left_alone(system, monkeypatch):
     monkeypatch.setattr(sys, "platform", system)
     monkeypatch.setattr(modes.ctypes, "CDLL", None)
-    with freed_memory_kept():
+    with reuse_freed_memory():
         return_freed_memory()
 
 
 def test_a_c_library_without_these_functions_is_left_alone(monkeypatch):
     monkeypatch.setattr(modes.ctypes, "CDLL", lambda _: object())
-    with freed_memory_kept():
+    with reuse_freed_memory():
         return_freed_memory()
