@@ -288,6 +288,6 @@ def test_a_failure_to_prepare_names_the_plugin_the_linear_and_the_line():
     with pytest.raises(
         PluginError,
         match=r"^prepare of pruner 'other' failed on model\.layers\.0\.self_attn\.q_proj: "
-        r"ZeroDivisionError: boom \(.*test_prepared\.py, line \d+\)$",
+        r"ZeroDivisionError: boom \(.*test_contract\.py, line \d+\)$",
     ):
         pruned(tiny_model("llama"), spec_of(Broken()))
