@@ -383,7 +383,8 @@ class Showing:
         info, history = {"error": error, "error.other": 2 * error}, {"loss": [error / (i + 1) for i in range(30)]}
         images = {"dense": torch.eye(300), "pruned": torch.ones(300, 300) / 300}
         masks = compressx.keep_masks({n: block.linears[n].weight.abs() for n in patterns}, patterns)
-        return {n: compressx.PruneResult(k, info=info, images=images, history=history) for n, k in masks.items()}
+        shown = {"info": info, "images": images, "history": history, "group": "both"}
+        return {n: compressx.PruneResult(k, **shown) for n, k in masks.items()}
 
 
 @pytest.mark.slow
