@@ -214,7 +214,8 @@ def disk_bytes(state: RunState, plan: Plan) -> tuple[dict[str, int], dict[str, i
         once = state.hidden_bytes(plan.streams * recipe.calibration.samples)
         states = once * (3 if state.in_files(once) else 2)
     tuned = 0 if recipe.finetune is None else CHECKPOINT * trained_weights(recipe.finetune, plan)
+    label = "one checkpoint with the model" if tuned else "the model"
     return (
         {"finished blocks": finished, "masks": masks},
-        {"hidden states": states, "two checkpoints of fine-tuning": 2 * tuned, "one with the model": tuned + whole},
+        {"hidden states": states, "two checkpoints of fine-tuning": 2 * tuned, label: tuned + whole},
     )

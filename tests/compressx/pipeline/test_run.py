@@ -518,7 +518,7 @@ def test_a_disk_without_room_is_refused_with_what_is_needed_and_what_is_free(
     if not calibration and not sections:
         assert str(raised.value).startswith(
             f"<dict>:output: output out needs {blocks + masks + whole} bytes: finished blocks {blocks}, masks {masks}, "
-            f"and the largest of hidden states {2 * STATES}, two checkpoints of fine-tuning 0, and one with the model "
+            f"and the largest of hidden states {2 * STATES}, two checkpoints of fine-tuning 0, and the model "
             f"{whole}; "
         )
 
