@@ -1,4 +1,4 @@
-"""What the stages of a run share, and what a stage is. `compressx.pipeline.run.STAGES` is their order."""
+"""What the stages of a run share, and what a stage is. `compressx.pipeline.stages.STAGES` is their order."""
 
 from __future__ import annotations
 
