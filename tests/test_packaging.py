@@ -86,7 +86,8 @@ def test_every_plugin_arrives_through_its_entry_point(fresh, tmp_path):
     new = {name: f"compressx-{name}" for name in ("my-scores", "my-units", "my-tokens")}
     expected = {**dict.fromkeys(PLUGINS, "compressx"), "random": "compressx-plugin-random", **new}
     assert {name: record["distribution"] for name, record in records.items()} == expected
-    offered = {name: [*record["pruners"], *record["token_selectors"]] for name, record in records.items()}
+    kinds = ("pruners", "token_selectors", "evaluators", "exporters")
+    offered = {name: [x for kind in kinds for x in record[kind]] for name, record in records.items()}
     assert offered == {name: [name] for name in expected} | {"random-tokens": ["random"]}
     for record in records.values():
         assert (record["status"], record["source"]) == ("loaded", "entry point")
@@ -131,7 +132,7 @@ output: out
 
 def test_a_token_selector_by_pip_shortens_prompts_and_blocked_it_is_named(fresh, tmp_path):
     checked = compressx(fresh, tmp_path, "plugins", "check", "my-tokens", "--architecture", "llama")
-    assert "13 checks passed, 0 failed" in checked.stdout, checked.stderr
+    assert "12 checks passed, 0 failed" in checked.stdout, checked.stderr
     program = """
 import sys, compressx
 from compressx.testing import tiny_model, tiny_tokens

@@ -83,7 +83,7 @@ def test_the_shares_are_those_of_all_processes_tokens(monkeypatch):
     target = residual_stream(2, 6, 8)
     whole = channel_weights([target])
     seen: list[torch.Tensor] = []
-    monkeypatch.setattr(Ranks, "gathered", lambda self, value: seen.append(value) or list(seen))
+    monkeypatch.setattr(Ranks, "gather_tensors", lambda self, value: seen.append(value) or list(seen))
     channel_weights([target[:, :2]], Ranks(0, 2))
     torch.testing.assert_close(channel_weights([target[:, 2:]], Ranks(1, 2)), whole)
 
