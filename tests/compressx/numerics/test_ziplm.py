@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from compressx.numerics.obs import NotPositiveDefiniteError
-from compressx.numerics.ziplm import choose_, members_of, remove_units
+from compressx.numerics.ziplm import _choose_few_, choose_, members_of, remove_units
 
 TINY = 1e-8
 
@@ -71,6 +71,19 @@ def test_rounds_among_all_units_choose_as_one_at_a_time_whatever_they_remove_at_
     many = choose_(weight.clone(), inverse.clone(), members, dropped, candidates=units * size, columns=columns * size)
     assert torch.equal(one, many)
     assert int((~one).sum()) == dropped
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_what_is_carried_from_one_removal_to_the_next_is_the_gram_matrix_of_the_weight_that_is_left(size):
+    weight, x, _ = problem(8, size)
+    gram, first = weight.T @ weight, torch.linalg.inv(x.T @ x)
+    gone = _choose_few_(first.clone(), gram, size, 3)
+    columns = (gone[:, None] * size + torch.arange(size)).flatten()
+    left = torch.linalg.solve(first[columns][:, columns], first[columns])
+    stays = torch.ones(8 * size, dtype=torch.bool)
+    stays[columns] = False
+    new = (weight - weight[:, columns] @ left)[:, stays]
+    torch.testing.assert_close(gram[stays][:, stays], new.T @ new, rtol=1e-6, atol=1e-6)
 
 
 def test_more_columns_than_are_inverted_at_once_are_chosen_by_the_whole_inverse():
