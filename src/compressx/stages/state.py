@@ -53,7 +53,7 @@ class RunState:
         log: the run's.
         timing: seconds of each stage.
         progress: the progress callback; None on all processes but the first.
-        measured: whether the machine's memory is checked; `plan` may be for another machine.
+        measured: whether fine-tuning that this machine's memory cannot hold is refused; not by `plan`.
         replace: whether the output may replace another recipe's finished run.
         checkpoint: where the weights are; None of a model that is in memory.
         skeleton: the transformers model without its weights, or the one in memory; None before it is found.
@@ -75,7 +75,6 @@ class RunState:
         matrices: of the finished blocks, to be drawn.
         evaluation: figures of the dense, the pruned and the trained model, by name.
         results: what stages report of their features, by field of `RunReport`.
-        report: of the finished run.
     """
 
     loaded: LoadedRecipe
@@ -106,7 +105,6 @@ class RunState:
     matrices: list[Matrices] = field(default_factory=list)
     evaluation: dict[str, Mapping[str, Any]] = field(default_factory=dict)
     results: dict[str, Any] = field(default_factory=dict)
-    report: RunReport | None = None
 
     @property
     def recipe(self) -> Recipe:
@@ -185,7 +183,7 @@ class Stage:
     Attributes:
         during: the work in which it holds `memory`.
         everywhere: whether every process runs it; otherwise the first alone.
-        names: what `advice` is about.
+        names: the names under `seconds` of the work in which `advice` helps if memory runs out.
     """
 
     during: StageName = "load"

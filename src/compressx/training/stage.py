@@ -112,8 +112,9 @@ class FineTuning(Stage):
         mistakes.add(*_mistakes(loaded, settings, skeleton))
         if isinstance(settings.teacher, ModelSource):
             text = settings.draw or state.recipe.calibration
-            with mistakes.collected(), loaded.at("output"):
-                refuse_overwriting(state.recipe.output, "teacher of finetune", settings.teacher.path)
+            if state.checkpoint is not None:  # a model in memory has no output
+                with mistakes.collected(), loaded.at("output"):
+                    refuse_overwriting(state.recipe.output, "teacher of finetune", settings.teacher.path)
             with mistakes.collected(), loaded.at("finetune", "teacher"):
                 _check_teacher(settings.teacher, None if text is None else text.sequence_length, skeleton)
         if plan is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +181,12 @@ def test_a_failure_half_way_says_that_the_model_is_changed_unless_it_is_a_copy(e
 def test_what_has_no_meaning_for_a_model_in_memory_is_refused(changed, calibration, message, pair, wanda):
     with pytest.raises((RecipeError, CalibrationError), match=message):
         compressx.prune(*pair, wanda | changed, calibration=calibration)
+
+
+def test_a_teacher_in_the_current_folder_serves_a_model_in_memory_which_overwrites_nothing(model, pair, wanda):
+    shutil.copytree(model, "teacher")
+    tuned = compressx.prune(*pair, wanda | {"finetune": {"steps": 1, "teacher": {"path": "teacher"}}})
+    assert tuned.report.finetune.teacher == "teacher"
 
 
 def test_what_a_notebook_shows_of_a_plan_and_of_a_pruned_model_is_one_line(model, pair, wanda):
