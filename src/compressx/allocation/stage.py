@@ -108,7 +108,7 @@ def _measured(state: RunState, settings: Allocation) -> None:
             keep = state.keep("allocation", stored_windows(state.plan, settings, sum(map(len, batches))))
             try:
                 final, report = allocate(
-                    state.calibrated, state.plan, settings, batches, state.sensitivities.linears,
+                    state.pruned_against, state.plan, settings, batches, state.sensitivities.linears,
                     progress=partial(state.report_progress, "allocate"), keep=keep,
                     remembered=partial(_remembered, state),
                 )  # fmt: skip

@@ -132,7 +132,7 @@ class Unstructured:
     """Zeros anywhere within a group.
 
     Attributes:
-        sparsity: fraction of zeros, in [0, 1).
+        sparsity: fraction of zeros, in [0, 1]; 1 where all of a difference from a base is dropped.
         group: what competes for the budget: each output `row`, the whole `layer`, or `joint`, all linears that one
             recipe rule names in one block.
     """
@@ -141,8 +141,8 @@ class Unstructured:
     group: Group = "row"
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.sparsity < 1.0:
-            raise ValueError(f"sparsity is the fraction of zeros and lies in [0, 1), got {self.sparsity}")
+        if not 0.0 <= self.sparsity <= 1.0:
+            raise ValueError(f"sparsity is the fraction of zeros and lies in [0, 1], got {self.sparsity}")
 
     def __str__(self) -> str:
         return f"{100 * self.sparsity:.6g}% {self.group}"

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, runtime_checkable
 
+import torch
 from torch import Tensor, nn
 
 from compressx.api.patterns import Group, Pattern, UnitKind
@@ -83,6 +84,8 @@ class Linear:
         parameter: name of the weight in the module.
         transposed: the module stores [in_features, out_features] (GPT-2's Conv1D, GPT-OSS's experts).
         expert: which slice of a fused parameter, [experts, ...], this is; None for a whole one.
+        base: the same linear's weight in the base model [out_features, in_features], where the difference from it is
+            pruned; else None.
     """
 
     name: str
@@ -90,10 +93,22 @@ class Linear:
     parameter: str = "weight"
     transposed: bool = False
     expert: int | None = None
+    base: Tensor | None = None
 
     @property
     def weight(self) -> Tensor:
-        """The weight as a view [out_features, in_features], without autograd history."""
+        """What is pruned, [out_features, in_features]: the weight as a view, without autograd history.
+
+        Of a fine-tuned model with a base it is the difference from the base's weight, a new float32 tensor each time.
+        """
+        if self.base is None:
+            return self.held
+        wide = torch.promote_types(self.held.dtype, torch.float32)
+        return self.held.to(wide) - self.base.to(wide)
+
+    @property
+    def held(self) -> Tensor:
+        """The module's weight as a view [out_features, in_features], without autograd history."""
         stored: Tensor = getattr(self.module, self.parameter).detach()  # also while masks are held on it
         own = stored if self.expert is None else stored[self.expert]
         return own.T if self.transposed else own
@@ -108,12 +123,12 @@ class Linear:
     @property
     def out_features(self) -> int:
         """Number of outputs."""
-        return self.weight.shape[0]
+        return self.held.shape[0]
 
     @property
     def in_features(self) -> int:
         """Number of inputs."""
-        return self.weight.shape[1]
+        return self.held.shape[1]
 
 
 @dataclass(frozen=True)
@@ -248,11 +263,12 @@ class StreamStatistic(Protocol):
     """A running summary of what a block changes in the hidden states that pass through it."""
 
     def update(self, before: Tensor, after: Tensor) -> None:
-        """Take in one batch; both tensors are only to be read.
+        """Take in one batch; the tensors are only to be read.
 
         Args:
-            before: the block's input, [batch, tokens, hidden_size], in the model's dtype.
-            after: its output, likewise.
+            before: the hidden states without the block, [batch, tokens, hidden_size], in the model's dtype: its input,
+                or where differences from a base are pruned, the output of the base's block.
+            after: the block's output, likewise.
         """
 
     def tensors(self) -> Mapping[str, tuple[Tensor, Reduction]]:
@@ -265,6 +281,8 @@ class DepthPruner(Protocol):
 
     The host runs the dense model on the calibration text, one block after the other, fills a statistic of each block
     that may go, and drops as many blocks as the recipe asks for, those of the lowest scores; of equal ones the first.
+    Where the pruner has the attribute `reads_gradients = True`, `update` of its statistics is given a third tensor, and
+    the first 32 windows only: the gradient of the model's likelihood with respect to the block's output, likewise.
     """
 
     def observe_block(self, block: Block) -> StreamStatistic:

@@ -218,6 +218,8 @@ class RunReport:
             after by name, and `difference` from the pruned model, relative: the largest of what embeddings, each block
             and the head compute; empty without `shrink`.
         exports: `format`, `folder` and `bytes` of each format in which the model was written.
+        base: the model whose difference from `model` was pruned, so that `sparsity`, everywhere, is the fraction of
+            weights that are the base's; empty where weights were pruned to zero.
         unread: tensors of the checkpoint, and keys of a GGUF file, that nothing reads: they are not in the result.
     """
 
@@ -243,6 +245,7 @@ class RunReport:
     peak_gpu_memory_bytes: int = 0
     unread: tuple[str, ...] = ()
     exports: tuple[Mapping[str, Any], ...] = ()
+    base: str = ""
 
     @property
     def layers(self) -> tuple[LayerReport, ...]:
@@ -252,7 +255,19 @@ class RunReport:
     def __repr__(self) -> str:
         """Return one line, for notebooks; `to_json` has everything."""
         measured = "".join(f"; {name} {of} {value:.4g}" for (name, of), value in self.measures().items())
-        return f"RunReport({self.sparsity:.1%} of the weights in {len(self.layers)} linears are zero{measured})"
+        return (
+            f"RunReport({self.sparsity:.1%} of the weights in {len(self.layers)} linears are {self.became}{measured})"
+        )
+
+    @property
+    def became(self) -> str:
+        """What weights became that were dropped, in words."""
+        return "the base's" if self.base else "zero"
+
+    @property
+    def share(self) -> str:
+        """What the fraction of those weights is called in tables."""
+        return "as base" if self.base else "sparsity"
 
     def to_json(self) -> str:
         """Return the content of `report.json`."""

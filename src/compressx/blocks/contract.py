@@ -84,7 +84,7 @@ class Checksums:
         owned = {id(getattr(x.module, x.parameter)) for x in block.linears.values()}
         held = [*block.module.named_parameters(), *block.module.named_buffers()]
         self._tensors: dict[str, Callable[[], Tensor]] = {
-            **{self._shown(name): partial(getattr, linear, "weight") for name, linear in block.linears.items()},
+            **{self._shown(name): partial(getattr, linear, "held") for name, linear in block.linears.items()},
             **{name: x.detach for name, x in held if id(x) not in owned and not x.is_meta},
         }
         self._sums: dict[str, Tensor] = {}  # on the device, since the host would wait for each
@@ -164,10 +164,10 @@ def _check_form(who: str, linear: Linear, result: PruneResult) -> None:
             got = f"{bias.dtype} {list(bias.shape)}"
             raise PluginError(f"{who}: bias must be a float tensor {[linear.out_features]}, got {got}")
     for part, tensor in (("keep", result.keep), ("weight", result.weight), ("bias", result.bias)):
-        if tensor is not None and tensor.device != linear.weight.device:
+        if tensor is not None and tensor.device != linear.held.device:
             raise PluginError(
                 f"{who}: {part} is on {tensor.device}, expected the weight's device, "
-                f"{linear.weight.device}; make new tensors with device=weight.device"
+                f"{linear.held.device}; make new tensors with device=weight.device"
             )
     _check_shown(who, result.info, result.images, result.history)
 
@@ -219,14 +219,12 @@ def check_numbers(
     structured = {p.units.fqn: p for p in chosen.values() if isinstance(p, Structured)}
     asked: dict[tuple[str, str], Tensor] = {}
     for name, result in results.items():
-        dtype = block.linears[name].weight.dtype
-        asked |= {(what, name): x for what, x in _counted(patterns[name], result, dtype).items()}
+        asked |= {(what, name): x for what, x in _counted(patterns[name], block.linears[name], result).items()}
     for fqn, pattern in structured.items():
         asked |= {(what, fqn): x for what, x in _counted_units(pattern, results).items()}
     found = fetched(asked)
     for name, result in results.items():
-        dtype = block.linears[name].weight.dtype
-        _check_linear(f"pruner {plugin!r} on {name}", name, patterns[name], result, dtype, found)
+        _check_linear(f"pruner {plugin!r} on {name}", patterns[name], block.linears[name], result, found)
     for fqn, pattern in structured.items():
         _check_units(f"pruner {plugin!r} on {fqn}", pattern, found)
     if joint := competing(chosen):
@@ -236,6 +234,8 @@ def check_numbers(
 def refuse_lost_zeros(block: Block, masks: Mapping[str, MaskEntry]) -> None:
     """Refuse weights of a block that has run again, or was trained, and that are not zero where its masks drop them.
 
+    Where there is a base, they have to be the base's there.
+
     Raises:
         ArtifactError: the message names a linear.
     """
@@ -243,12 +243,14 @@ def refuse_lost_zeros(block: Block, masks: Mapping[str, MaskEntry]) -> None:
     lost = fetched({n: torch.count_nonzero((x != 0) > to_device(masks[n].keep, x.device)) for n, x in weights.items()})
     for name, count in lost.items():
         if count:
+            wanted = "zero" if block.linears[name].base is None else "the base's"
             raise ArtifactError(
-                f"{name}: {count} weights that its mask drops are not zero after pruning; look for hooks that write it"
+                f"{name}: {count} weights that its mask drops are not {wanted} after pruning; look for hooks that "
+                "write it"
             )
 
 
-def _counted(pattern: Pattern, result: PruneResult, dtype: torch.dtype) -> dict[str, Tensor]:
+def _counted(pattern: Pattern, linear: Linear, result: PruneResult) -> dict[str, Tensor]:
     asked = {}
     if isinstance(pattern, FixedMask):
         asked["others"], pattern = (result.keep != pattern.keep).sum(), pattern.chosen_as
@@ -258,21 +260,32 @@ def _counted(pattern: Pattern, result: PruneResult, dtype: torch.dtype) -> dict[
     else:
         asked["zeros"] = result.keep.numel() - torch.count_nonzero(result.keep)  # a sixth of the time of a sum
     if result.weight is not None:
-        asked["finite"] = _written(result, dtype).sum(dtype=torch.float32).isfinite()
+        asked["finite"] = written(linear, result).sum(dtype=torch.float32).isfinite()
     if result.bias is not None:
-        asked["finite bias"] = result.bias.to(dtype).isfinite().all()
+        asked["finite bias"] = result.bias.to(linear.held.dtype).isfinite().all()
     return asked
 
 
-def _written(result: PruneResult, dtype: torch.dtype) -> Tensor:
-    """Return the new weights as they will be written: float16 has no numbers above 65504."""
-    assert result.weight is not None  # noqa: S101 - checked by the callers
-    return zeroed(result.weight, result.keep).to(dtype)
+def written(linear: Linear, result: PruneResult) -> Tensor:
+    """Return a linear's weight after pruning, in the model's dtype: plain zeros, never -0.0, where it is dropped.
+
+    Where there is a base, what is dropped is the base's to the bit, and what was kept as it was is the model's own:
+    the sum of base and difference would round it.
+    """
+    held, keep = linear.held, result.keep.to(linear.held.device)
+    new = None if result.weight is None else result.weight.to(held.device)
+    if linear.base is None:
+        return zeroed(held if new is None else new.to(held.dtype), keep)
+    if new is None:
+        return torch.where(keep, held, linear.base)
+    difference = linear.weight
+    new = new.to(difference.dtype)
+    moved = (linear.base.to(difference.dtype) + new).to(held.dtype)
+    return torch.where(keep, torch.where(new == difference, held, moved), linear.base)
 
 
-def _check_linear(
-    who: str, name: str, pattern: Pattern, result: PruneResult, dtype: torch.dtype, found: _Found
-) -> None:  # fmt: skip
+def _check_linear(who: str, pattern: Pattern, linear: Linear, result: PruneResult, found: _Found) -> None:
+    name, dtype = linear.name, linear.held.dtype
     if isinstance(pattern, FixedMask):
         if found["others", name]:
             raise PluginError(f"{who}: a reconstructing pruner must return the mask that it was given")
@@ -283,7 +296,7 @@ def _check_linear(
     elif (expected := zeros_in(pattern, *result.keep.shape)) not in (None, zeros := found["zeros", name]):
         raise PluginError(f"{who}: pattern {pattern} means {expected} zeros of {result.keep.numel()}, got {zeros}")
     # A sum that is not finite may have overflowed.
-    if result.weight is not None and not found["finite", name] and not all_finite(_written(result, dtype)):
+    if result.weight is not None and not found["finite", name] and not all_finite(written(linear, result)):
         raise PluginError(f"{who}: it returned weights that are NaN or infinite in the model's {dtype}")
     if not found.get(("finite bias", name), True):
         raise PluginError(f"{who}: it returned a bias that is NaN or infinite in the model's {dtype}")

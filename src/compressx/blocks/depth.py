@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from itertools import accumulate
 from numbers import Real
 from typing import Any
 
@@ -12,6 +14,7 @@ from torch import Tensor
 
 from compressx.api.pruner import Block, DepthPruner, PruneResult, StreamStatistic
 from compressx.blocks.exchange import reduce_
+from compressx.blocks.fisher import ROW_WINDOWS, gradients
 from compressx.blocks.observe import unchanged
 from compressx.blocks.select import restored
 from compressx.models.access import Access
@@ -33,6 +36,7 @@ def score_blocks(
 
     Args:
         access: a transformers causal language model in evaluation mode, with its dense weights; unchanged afterwards.
+            With a base, a block that is dropped becomes the base's.
         depth: which blocks may go, and whose pruner scores them.
         batches: token ids, each [batch, tokens]; this process's share.
         keep: where to keep hidden states between blocks.
@@ -50,6 +54,8 @@ def score_blocks(
     """
     found = survey(access.model)
     name, pruner = depth.rule.pruner.name, depth.rule.build_depth()
+    reads = getattr(pruner, "reads_gradients", False)
+    slopes = gradients(access, found, depth.blocks, _first(batches, ranks), keep) if reads else {}
     states, calls = capture(access, found, batches, keep)
     scores: dict[str, float] = {}
     last = max(list(found.blocks).index(fqn) for fqn in depth.blocks)
@@ -57,23 +63,38 @@ def score_blocks(
         statistic = None
         if block.fqn in depth.blocks:
             refuse_damage(block.module, block.fqn)
-            _refuse_remainder(block, runs[0], states[0])
+            if access.base is None:
+                _refuse_remainder(block, runs[0], states[0])
             statistic = _fresh(name, pruner, block)
         with written_behind() as put:
-            for run, state in zip(runs, states, strict=True):
+            for i, (run, state) in enumerate(zip(runs, states, strict=True)):
                 after = finite(run(state), block.fqn)
-                if statistic is not None:
-                    before = to_device(state, after.device)
+                slope = [to_device(x, after.device) for x in slopes[block.fqn][i : i + 1]] if slopes else []
+                if statistic is not None and len(slope) == bool(slopes):
+                    before = to_device(_without(access, block, run, state), after.device)
                     with (
-                        unchanged(name, block.fqn, before, after),
+                        unchanged(name, block.fqn, before, after, *slope),
                         blamed_on(f"update of the statistic of pruner {name!r} failed on {block.fqn}"),
                     ):
-                        statistic.update(before, after)
+                        statistic.update(before, after, *slope)
                 put(state, after)
         if statistic is not None:
             scores[block.fqn] = _score(name, pruner, block, statistic, ranks)
             progress(len(scores), len(depth.blocks))
     return scores
+
+
+def _first(batches: Sequence[Tensor], ranks: Ranks) -> list[Tensor]:
+    """Return this process's batches whose gradients are measured: all blocks' are kept at the same time."""
+    seen = accumulate((len(batch) for batch in batches), initial=0)
+    return [batch for batch, before in zip(batches, seen, strict=False) if before < ROW_WINDOWS / ranks.size]
+
+
+def _without(access: Access, block: Block, run: Run, state: Tensor) -> Tensor:
+    """Return the hidden states after a block that is dropped: what enters it, or what the base's block makes of it."""
+    if access.base is None:
+        return state
+    return finite(replace(run, module=access.base.model.get_submodule(block.fqn))(state), f"{block.fqn} of the base")
 
 
 def refuse_needed(model: Any, dropped: Collection[str]) -> None:
@@ -102,7 +123,7 @@ def decide_whole(block: Block, depth: PlannedDepth, names: Sequence[str]) -> dic
     kept, info = block.fqn not in depth.dropped, {"importance": depth.scores[block.fqn]}
     results = {}
     for name in names:
-        weight, bias = block.linears[name].weight, block.linears[name].bias
+        weight, bias = block.linears[name].held, block.linears[name].bias
         keep = torch.full(weight.shape, kept, device=weight.device)
         results[name] = PruneResult(keep, info=info, bias=None if kept or bias is None else torch.zeros_like(bias))
     return results

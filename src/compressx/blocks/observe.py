@@ -280,7 +280,7 @@ def _experts_watched(
     if not experts:
         yield
         return
-    name_at = {linear.weight.data_ptr(): linear.name for linear in experts}
+    name_at = {linear.held.data_ptr(): linear.name for linear in experts}
 
     class Watch(TorchFunctionMode):
         def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 from compressx.api.patterns import Structured, sparsity_of
-from compressx.api.pruner import Block, BlockCall, PruneResult
+from compressx.api.pruner import Block, BlockCall, Linear, PruneResult
 from compressx.api.record import BlockReport, LayerReport
 from compressx.blocks.contract import refuse_lost_zeros
 from compressx.blocks.depth import decide_whole
 from compressx.blocks.fisher import FisherDiagonal
 from compressx.blocks.select import Built, ByRule, Decision, decide_all, gather, write
 from compressx.masks.file import MaskEntry, WeightHashes
-from compressx.models.access import Access
+from compressx.models.access import Access, with_base
 from compressx.models.architecture import Architecture, survey, text_config
 from compressx.models.blockwise import (
     Keep,
@@ -101,7 +101,8 @@ def prune_model(
     before = sum(ranks.all_gather(sum(len(ids) for ids in batches))[: ranks.rank])
     copies: dict[int, Any] = {}
     dense = {fqn: [copy_shared_states(call, copies) for call in made] for fqn, made in calls.items()}
-    pruning = _Pruning(access.model, plan, plan.build(), ranks, before, fisher or FisherDiagonal(), last, dense)
+    base = None if access.base is None else access.base.model
+    pruning = _Pruning(access.model, plan, plan.build(), ranks, before, fisher or FisherDiagonal(), last, dense, base)
     started = time.perf_counter()
     for block, runs in each_block(access, found, calls, list(found.blocks)[start : last + 1]):
         with memory_named(f"running and pruning {block.fqn}"):
@@ -111,8 +112,8 @@ def prune_model(
         del pruned  # free its memory before the next block
         started = time.perf_counter()
     if plan.in_block(OUTSIDE) and start < len(order):
-        with access.materialise(OUTSIDE):
-            yield pruning.outside(found, batches, streams.pruned)
+        with access.materialise(OUTSIDE), with_base(access, OUTSIDE, found.outside) as linears:
+            yield pruning.outside(found, linears, batches, streams.pruned)
 
 
 def _entering(
@@ -156,6 +157,7 @@ class _Pruning:
         fisher: mean squared gradients of the dense model's loss.
         last: index of the last block to prune; hidden states are not needed after it.
         dense: each block's calls on the dense stream, with what dense blocks hand one another.
+        base: the base model, where differences are pruned; its weights are there while a block of it is pruned.
     """
 
     model: Any
@@ -166,6 +168,7 @@ class _Pruning:
     fisher: FisherDiagonal
     last: int
     dense: Mapping[str, Sequence[BlockCall]]
+    base: Any = None
 
     @torch.no_grad()
     def inside(self, block: Block, runs: Sequence[Run], streams: Streams, started: float) -> PrunedBlock:
@@ -189,7 +192,7 @@ class _Pruning:
                 reconstruction = reconstruct(
                     self.model, block.fqn, masks, passages, self.plan.reconstruct_block, self.ranks, channels
                 )
-        if block.index < self.last and not dropped:  # what is dropped changes nothing
+        if block.index < self.last and not (dropped and self.base is None):  # what is dropped changes nothing
             advance(block.fqn, runs, streams.pruned)
         refuse_lost_zeros(block, masks)
         synchronize(next(block.module.parameters()).device)
@@ -199,10 +202,12 @@ class _Pruning:
         )
 
     @torch.no_grad()
-    def outside(self, found: Architecture, batches: Sequence[Tensor], states: Sequence[Tensor]) -> PrunedBlock:
+    def outside(
+        self, found: Architecture, linears: Mapping[str, Linear], batches: Sequence[Tensor], states: Sequence[Tensor]
+    ) -> PrunedBlock:
         """Prune the linears outside the blocks, running the model with the last block's recorded output."""
         started = time.perf_counter()
-        block = Block(len(found.blocks), OUTSIDE, self.model, found.outside, (), text_config(self.model))
+        block = Block(len(found.blocks), OUTSIDE, self.model, linears, (), text_config(self.model))
         observing = [
             lambda ids=ids, state=state: run_around(self.model, found.blocks, ids, to_device(state, ids.device))
             for ids, state in zip(batches, states, strict=True)
@@ -227,7 +232,9 @@ class _Pruning:
             for name, decision in chain(decisions, self.whole(block, by_rule)):
                 rule, result, seconds = decision.rule, decision.result, decision.seconds
                 linear, pattern = block.linears[name], by_rule[rule][name]
-                hashes.add(name, linear.weight)
+                hashes.add(name, linear.held)
+                if linear.base is not None:
+                    hashes.add(f"{name} of the base", linear.base)
                 keeps[name] = to_host(result.keep)
                 write(linear, result)
                 shape = (linear.out_features, linear.in_features)
@@ -249,10 +256,15 @@ class _Pruning:
                 )
                 images[name] = of[1].images
             masks = {
-                name: MaskEntry(keeps[name], str(patterns[name]), rule.label, hashes[name])
+                name: MaskEntry(
+                    keeps[name], str(patterns[name]), rule.label, hashes[name],
+                    None if self.base is None else hashes[f"{name} of the base"],
+                )
                 for rule, patterns in by_rule.items()
                 for name in patterns
-            }
+            }  # fmt: skip
+        if self.base is not None and block.fqn in self.plan.dropped:  # its norms, too
+            block.module.load_state_dict(self.base.get_submodule(block.fqn).state_dict())
         hold_routers(block, asked, keeps)
         return tuple(layers[n] for n in masks), masks, {n: images[n] for n in masks}
 

@@ -17,10 +17,9 @@ from torch import Tensor
 
 from compressx.api.patterns import Asked, FixedMask, Pattern, is_together
 from compressx.api.pruner import AnyPruner, Block, Linear, PruneResult, Statistic, statistic_of
-from compressx.blocks.contract import Checksums, ask
+from compressx.blocks.contract import Checksums, ask, written
 from compressx.blocks.exchange import combine, exchange
 from compressx.blocks.observe import Observed, is_routed, observe, place_after, refuse_missed
-from compressx.numerics.masked import zeroed
 from compressx.planning.plan import PlannedRule
 from compressx.runtime.errors import UnsupportedModelError, memory_named
 from compressx.runtime.finite import refuse_damage
@@ -159,7 +158,7 @@ def _in_turn(
     by_rule: ByRule, pruners: Built, stats: Stats, untouched: Checksums, ranks: Ranks, kept: PreparedValues | None,
 ) -> Iterator[tuple[str, Decision]]:  # fmt: skip
     """Decide some tasks, each on one process, and only then yield what was decided."""
-    sizes = [sum(block.linears[n].weight.numel() for n in names) for _, names in tasks]
+    sizes = [sum(block.linears[n].held.numel() for n in names) for _, names in tasks]
     owners = assign(sizes, ranks.size)
     mine: dict[int, Mapping[str, PruneResult]] = {}
     seconds = [0.0] * len(tasks)
@@ -175,12 +174,12 @@ def _in_turn(
     seconds = [sum(each) for each in zip(*ranks.all_gather(seconds), strict=True)]
     for i, results in enumerate(exchange(ranks, owners, mine, _device(block))):
         for name, result in results.items():
-            part = seconds[i] * block.linears[name].weight.numel() / sizes[i]
+            part = seconds[i] * block.linears[name].held.numel() / sizes[i]
             yield name, Decision(tasks[i][0], result, part)
 
 
 def _device(block: Block) -> torch.device:
-    return next(iter(block.linears.values())).weight.device
+    return next(iter(block.linears.values())).held.device
 
 
 def _split(rule: PlannedRule, patterns: Mapping[str, Asked], stats: Stats) -> list[list[str]]:
@@ -237,10 +236,8 @@ def _joined(selected: Mapping[str, PruneResult], rebuilt: Mapping[str, PruneResu
 
 
 def write(linear: Linear, result: PruneResult) -> None:
-    """Write the surviving weights and the bias in the model's dtype, and plain zeros (never -0.0) everywhere else."""
-    weight = linear.weight
-    new = weight if result.weight is None else result.weight.to(weight.device, weight.dtype)
-    weight.copy_(zeroed(new, result.keep.to(weight.device)))
+    """Write what a result makes of a linear's weight, and the bias."""
+    linear.held.copy_(written(linear, result))
     if result.bias is not None and linear.bias is not None:
         linear.bias.copy_(result.bias)
 
@@ -248,7 +245,7 @@ def write(linear: Linear, result: PruneResult) -> None:
 @contextmanager
 def restored(linears: Iterable[Linear]) -> Iterator[list[Tensor]]:
     """Yield weights and biases of linears, and put them back to the bit at the end, whatever happens."""
-    tensors = [x for linear in linears for x in (linear.weight, linear.bias) if x is not None]
+    tensors = [x for linear in linears for x in (linear.held, linear.bias) if x is not None]
     dense = [x.clone() for x in tensors]
     try:
         yield tensors

@@ -31,7 +31,6 @@ from compressx.runtime.ranks import refuse_few_windows
 from compressx.stages.state import RunState, Stage, lower
 
 _SECONDS = Column("seconds", ".1f")
-_SPARSITY = Column("sparsity", ".2%")
 
 
 class ScoreBlocks(Stage):
@@ -49,15 +48,16 @@ class ScoreBlocks(Stage):
             mine, folder = state.mine, f"depth-{ranks.rank}"
             with state.loaded.at("prune", depth.rule.index):
                 scores = score_blocks(
-                    state.calibrated, depth, mine, state.keep(folder, sum(map(len, mine))), ranks,
+                    state.pruned_against, depth, mine, state.keep(folder, sum(map(len, mine))), ranks,
                     lambda i, n: state.report_progress("calibrate", i, n, "blocks scored"),
                 )  # fmt: skip
             shutil.rmtree(store.blocks / folder, ignore_errors=True)
             store.score(ranks.broadcast(scores))
         state.plan = state.plan.scored(store.scores)
         with state.loaded.at("prune", depth.rule.index):
-            refuse_needed(state.access.model, state.plan.dropped)
-        state.note(f"dropped blocks: {', '.join(state.plan.dropped)}")
+            if state.base is None:
+                refuse_needed(state.access.model, state.plan.dropped)
+        state.note(f"{'dropped' if state.base is None else 'reverted'} blocks: {', '.join(state.plan.dropped)}")
 
 
 class Sensitivities(Stage):
@@ -129,7 +129,7 @@ class Prune(Stage):
             note = f"resumed after {resumed[0] or 'the linears outside the blocks'}, {len(state.blocks)} of {total}"
         state.report_progress("prune", len(state.blocks), total, note)
         with store.recording(state.access):
-            for block in prune_model(state.calibrated, plan, mine, resumed, keep, state.ranks, state.sensitivities):
+            for block in prune_model(state.pruned_against, plan, mine, resumed, keep, state.ranks, state.sensitivities):
                 state.blocks.append(block.report)
                 state.matrices += (drawn := figures.matrices(block.report.layers, block.images))
                 # After the last block no states are needed, and those of earlier ones are deleted.
@@ -231,6 +231,7 @@ def _describe(state: RunState) -> None:
     state.access.model.config.compressx = {
         "version": __version__,
         "sparsity": total_sparsity(layers),
+        **({"base": state.results["base"]} if state.base else {}),
         "patterns": list(dict.fromkeys(forms)),
         "pruners": list(dict.fromkeys(layer.pruner for layer in layers)),
     }
@@ -256,7 +257,7 @@ def by_module(report: RunReport) -> Iterator[Section]:
         pattern = allocated_form(layer.pattern) if report.allocation else layer.pattern
         groups[kind_of(layer.name), layer.pruner, pattern].append(layer)
     rows = [(*key, len(some), total_sparsity(some), sum(x.seconds for x in some)) for key, some in groups.items()]
-    found = table(["module", "pruner", "pattern", Column("layers", "d"), _SPARSITY, _SECONDS], rows)
+    found = table(["module", "pruner", "pattern", Column("layers", "d"), Column(report.share, ".2%"), _SECONDS], rows)
     if rows:
         yield Section("By module", table=found)
 
@@ -272,7 +273,7 @@ def _heat(report: RunReport) -> Iterator[Section]:
         rows.append([number_of(block), *(total_sparsity(alike[k]) if k in alike else None for k in kinds)])
     found = table(["block", *(Column(kind, ".1%", "heat") for kind in kinds)], rows)
     if rows:
-        yield shaded("Sparsity by layer and module", "", found, count_of(rows, "block"))
+        yield shaded(f"{report.share.capitalize()} by layer and module", "", found, count_of(rows, "block"))
 
 
 def _blocks(report: RunReport) -> Iterator[Section]:
@@ -286,6 +287,6 @@ def _blocks(report: RunReport) -> Iterator[Section]:
         "Output error: what a block's pruning alone changes in its output, squared and relative, large channels "
         "counting less, the mean over the first tokens of the calibration text, before any reconstruction. Seconds: "
         "observing, pruning, reconstructing.",
-        table(["block", Column("linears", "d"), _SPARSITY, error, seconds], rows),
+        table(["block", Column("linears", "d"), Column(report.share, ".2%"), error, seconds], rows),
         brief=count_of(rows, "block"),
     )

@@ -2,8 +2,9 @@
 
 Tensor `<name>.mask` is uint8 [ceil(out_features * in_features / 8)]. Bit `i` (the least significant is 0) of byte `b`
 is element `8 b + i` of the row-major mask [out_features, in_features]; the bits after the last element are 0. The
-metadata key `compressx` holds JSON: `format`, `version`, `masks` (shape, pattern, pruner and sha256 by name) and
-`digest`, the sha256 over the masks' metadata and bits.
+metadata key `compressx` holds JSON: `format`, `version`, `masks` (shape, pattern, pruner, sha256 and, where what is
+dropped becomes a base's weight, the sha256 `base` of that, by name) and `digest`, the sha256 over the masks' metadata
+and bits.
 """
 
 from __future__ import annotations
@@ -35,12 +36,14 @@ class MaskEntry:
         pattern: the requested pattern, such as `2:4` or `50% row`.
         pruner: name of the pruner that selected the weights.
         sha256: `weight_sha256` of the weight before pruning.
+        base: that of the base's weight, which dropped weights become; None where they become zero.
     """
 
     keep: Tensor
     pattern: str
     pruner: str
     sha256: str
+    base: str | None = None
 
     def __post_init__(self) -> None:
         if self.keep.dtype != torch.bool or self.keep.dim() != 2 or self.keep.numel() == 0:
@@ -64,6 +67,7 @@ class _StoredMask(BaseModel):
     pattern: str = Field(pattern=_SHOWN)
     pruner: str = Field(pattern=_SHOWN)
     sha256: str = Field(pattern=_HEX_SHA256)
+    base: str | None = Field(None, pattern=_HEX_SHA256)
 
 
 class _MasksHeader(BaseModel):
@@ -110,7 +114,7 @@ def _write(
         packed: returns the bits in the same order; called twice, because the header has their digest.
     """
     header = _MasksHeader(digest=_digest(stored, packed()), masks=dict(stored))
-    described: dict[str, Any] = {"__metadata__": {"compressx": header.model_dump_json()}}
+    described: dict[str, Any] = {"__metadata__": {"compressx": header.model_dump_json(exclude_none=True)}}
     end = 0
     for name, mask in stored.items():
         begin, end = end, end + _length(mask)
@@ -134,7 +138,7 @@ class PackedMasks(Mapping[str, MaskEntry]):
     def of(cls, entries: Mapping[str, MaskEntry]) -> PackedMasks:
         """Pack masks, by the names of their linears."""
         stored = {
-            name: _StoredMask(shape=[*e.keep.shape], pattern=e.pattern, pruner=e.pruner, sha256=e.sha256)
+            name: _StoredMask(shape=[*e.keep.shape], pattern=e.pattern, pruner=e.pruner, sha256=e.sha256, base=e.base)
             for name, e in entries.items()
         }
         return cls(stored, {name: _pack(entry.keep.cpu()) for name, entry in entries.items()})
@@ -148,7 +152,7 @@ class PackedMasks(Mapping[str, MaskEntry]):
 
     def __getitem__(self, name: str) -> MaskEntry:
         mask = self._stored[name]
-        return MaskEntry(_unpack(self._packed[name], mask.shape), mask.pattern, mask.pruner, mask.sha256)
+        return MaskEntry(_unpack(self._packed[name], mask.shape), mask.pattern, mask.pruner, mask.sha256, mask.base)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._stored)
@@ -251,7 +255,7 @@ def _unpack(bits: Tensor, shape: list[int]) -> Tensor:
 
 
 def _digest(stored: Mapping[str, _StoredMask], packed: Iterable[Mapping[str, Tensor]]) -> str:
-    described = json.dumps([[name, mask.model_dump()] for name, mask in stored.items()])
+    described = json.dumps([[name, mask.model_dump(exclude_none=True)] for name, mask in stored.items()])
     digest = hashlib.sha256(described.encode())
     for bits in packed:
         for name in bits:

@@ -38,7 +38,7 @@ __all__ = ["Deviation", "MaskEntry", "MaskSet", "apply", "squash", "weight_sha25
 
 
 class Deviation(NamedTuple):
-    """How the zeros of one weight differ from its mask: counts of weights.
+    """How the zeros of one weight differ from its mask: counts of weights. Where there is a base, zero is the base's.
 
     Attributes:
         dropped_not_zero: dropped by the mask, but not zero.
@@ -105,49 +105,58 @@ class MaskSet(Mapping[str, MaskEntry]):
         """
         return cls(read_masks(Path(path)))
 
-    def apply(self, model: nn.Module, *, original: bool = False) -> None:
-        """Set the dropped weights of a model to zero, in place.
+    def apply(self, model: nn.Module, *, original: bool = False, base: nn.Module | None = None) -> None:
+        """Set the dropped weights of a model to zero, or to the base's, in place.
 
         Args:
             model: any model with linears of these names and shapes, on any device and in any dtype.
             original: also require that each weight equals the one that was pruned, byte for byte.
+            base: the model whose weights dropped ones become, if the masks are of a difference.
 
         Raises:
-            ArtifactError: a missing name or different shape, weights that are not loaded, a prepared model, or a tied
-                weight of which only some owners have a mask. The model is left unchanged.
+            ArtifactError: a missing name or different shape, weights that are not loaded, a prepared model, a tied
+                weight of which only some owners have a mask, or another base. The model is left unchanged.
         """
-        linears = self._writable(model)
+        linears, based = self._writable(model), self._based(base)
         if original:
             self._require_originals(linears)
         with torch.no_grad():
             for name, linear in linears.items():
                 weight = linear.weight
-                weight.masked_fill_(~self[name].keep.to(weight.device), 0.0)
+                drop = ~self[name].keep.to(weight.device)
+                if name in based:
+                    weight.copy_(torch.where(drop, based[name].to(weight.device), weight))
+                else:
+                    weight.masked_fill_(drop, 0.0)
 
-    def deviations(self, model: nn.Module) -> dict[str, Deviation]:
+    def deviations(self, model: nn.Module, *, base: nn.Module | None = None) -> dict[str, Deviation]:
         """Count the differences between a model's zeros and the masks, by name; equal ones are left out.
 
+        Args:
+            model: as for `apply`.
+            base: as for `apply`; a weight that is the base's is then counted as zero.
+
         Raises:
-            ArtifactError: a missing name or different shape, or weights that are not loaded.
+            ArtifactError: a missing name or different shape, weights that are not loaded, or another base.
         """
-        found = {}
+        found, based = {}, self._based(base)
         for name, linear in self._linears(model).items():
             weight = linear.weight
-            keep, zero = self[name].keep.to(weight.device), weight == 0
+            keep, zero = self[name].keep.to(weight.device), weight == based.get(name, 0)
             deviation = Deviation(int((~keep & ~zero).sum()), int((keep & zero).sum()))
             if any(deviation):
                 found[name] = deviation
         return found
 
-    def verify(self, model: nn.Module) -> bool:
-        """Return whether every dropped weight of a model is zero, with masks held or squashed.
+    def verify(self, model: nn.Module, *, base: nn.Module | None = None) -> bool:
+        """Return whether every dropped weight of a model is zero, or the base's, with masks held or squashed.
 
         Zeros among the kept weights are allowed, because real checkpoints have some. `deviations` counts those too.
 
         Raises:
             ArtifactError: as for `deviations`.
         """
-        return not any(deviation.dropped_not_zero for deviation in self.deviations(model).values())
+        return not any(deviation.dropped_not_zero for deviation in self.deviations(model, base=base).values())
 
     def to_torch_ao(self, model: nn.Module) -> BaseSparsifier:
         """Hold the masks on a model during training, in place.
@@ -184,6 +193,11 @@ class MaskSet(Mapping[str, MaskEntry]):
         Raises:
             ArtifactError: as for `apply`.
         """
+        if any(entry.base for entry in self.values()):
+            raise ArtifactError(
+                "these masks drop weights to a base's, and only zeros can be held; fine-tune without them, then prune "
+                "the difference again"
+            )
         masks: dict[str, Tensor] = {}
         for name, linear in self._writable(model).items():
             stored = linear.module.get_parameter(linear.parameter)
@@ -241,6 +255,25 @@ class MaskSet(Mapping[str, MaskEntry]):
                         "same mask, or untie them (tie_word_embeddings=False)"
                     )
         return linears
+
+    def _based(self, base: nn.Module | None) -> dict[str, Tensor]:
+        """Return the base's weight of each mask that has one; check that it is the one that the mask was made with."""
+        wanted = {name: entry.base for name, entry in self.items() if entry.base is not None}
+        if bool(wanted) != (base is not None):
+            needs = (
+                "they drop weights to those of a base model, which is needed, too" if wanted else "they have no base"
+            )
+            raise ArtifactError(f"the masks do not go with {'no' if wanted else 'a'} base: {needs} (base=, or --base)")
+        if base is None:
+            return {}
+        found = {name: linear.weight for name, linear in self._linears(base).items()}
+        for name, sha256 in wanted.items():
+            if (other := weight_sha256(found[name])) != sha256:
+                raise ArtifactError(
+                    f"{name}: the base's weight has sha256 {other[:12]}..., but its mask was made with "
+                    f"{sha256[:12]}...; load that base, in the dtype it had"
+                )
+        return found
 
     def _require_originals(self, linears: Mapping[str, Linear]) -> None:
         for name, linear in linears.items():

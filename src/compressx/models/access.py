@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Thread
 from typing import Any, Protocol, TypeAlias
@@ -15,8 +15,9 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from compressx.api.pruner import Linear
 from compressx.models import shards
-from compressx.models.architecture import find_blocks
+from compressx.models.architecture import find_blocks, survey
 from compressx.models.shards import OUTSIDE, save_model
 from compressx.runtime.errors import CompressxError
 from compressx.runtime.transfer import begin_to_host
@@ -104,6 +105,10 @@ class Access(Protocol):
     def products(self) -> torch.dtype | None:
         """Dtype of matrix products while blocks are run one at a time; None: that of the weights."""
 
+    @property
+    def base(self) -> Access | None:
+        """The model that this one was fine-tuned from, where the difference is pruned; its blocks match this one's."""
+
     def materialise(self, fqn: str) -> AbstractContextManager[nn.Module]:
         """Return a context manager that yields a block, or the whole model for `shards.OUTSIDE`, with its weights.
 
@@ -149,6 +154,7 @@ class InMemory:
 
     model: Any
     products: torch.dtype | None = None
+    base: Access | None = None
     _behind: WriteBehind = field(default_factory=WriteBehind)
 
     @property
@@ -205,6 +211,18 @@ class InMemory:
 def block_file(folder: Path, fqn: str) -> Path:
     """Return the file of a block's weights."""
     return folder / f"{fqn or 'outside'}.safetensors"
+
+
+@contextmanager
+def with_base(access: Access, fqn: str, linears: Mapping[str, Linear]) -> Iterator[dict[str, Linear]]:
+    """Yield linears of a block, or outside the blocks, with their weights in the base, if there is one."""
+    if access.base is None:
+        yield {**linears}
+        return
+    with access.base.materialise(fqn):
+        found = survey(access.base.model)
+        based = {**found.linears, **found.outside}
+        yield {name: replace(linear, base=based[name].held) for name, linear in linears.items()}
 
 
 def weights_fingerprint(access: Access) -> str:

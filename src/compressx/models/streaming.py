@@ -101,7 +101,7 @@ class StreamedModel:
         blocks: its decoder blocks by fully qualified name.
         source: files of the weights of each block and of `OUTSIDE`; `write` changes it.
         device: of loaded weights.
-        products: as for `Access`.
+        products, base: as for `Access`.
     """
 
     checkpoint: Checkpoint
@@ -110,6 +110,7 @@ class StreamedModel:
     source: dict[str, Shards]
     device: torch.device
     products: torch.dtype | None = None
+    base: Access | None = None
     _ahead: ReadAhead = field(default_factory=ReadAhead)
     _behind: WriteBehind = field(default_factory=WriteBehind)
 

@@ -72,7 +72,7 @@ def _sections(loaded: LoadedRecipe, plan: Plan, report: RunReport) -> Iterator[S
         told_of = f"{text.samples} windows of {text.sequence_length} tokens, drawn with seed {text.seed} from"
         yield Section("Calibration", f"{told_of} `{flow(*sources.values())}`.")
     yield Section("Use", text=_USE, language="py")
-    if report.layers and not report.shrink:
+    if report.layers and not report.shrink and not report.base:
         yield Section(
             "Train it further",
             "Training makes zeros nonzero again, unless the masks are held. `compressx apply masks.safetensors TRAINED "
@@ -86,14 +86,15 @@ def _sections(loaded: LoadedRecipe, plan: Plan, report: RunReport) -> Iterator[S
 
 
 def _left(report: RunReport) -> str:
-    return "smaller" if report.shrink else "sparse"
+    return "smaller" if report.shrink else "as base" if report.base else "sparse"
 
 
 def _became(report: RunReport) -> str:
     """Return what became of the weights that were pruned."""
     pruned = f"{report.sparsity:.2%} of the weights of {len(report.layers)} linears"
     if not report.shrink:
-        return f"{pruned} are zero. The weights are stored dense: files are as large as those of the base model."
+        dense = "The weights are stored dense: files are as large as those of the base model."
+        return f"{pruned} are {report.became}. {dense}"
     before, after = report.shrink["parameters"]
     numbers = ", ".join(f"{name} {now} instead of {was}" for name, (was, now) in report.shrink["config"].items())
     return (

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from compressx.allocation.methods import allocate, stored_windows
+from compressx.blocks.base import open_base
 from compressx.blocks.fisher import CHANNEL_WINDOWS, ROW_WINDOWS, FisherDiagonal, fisher_diagonal
 from compressx.blocks.prune import prune_model, resumable
 from compressx.models.architecture import survey
@@ -110,7 +111,7 @@ def _open(state: RunState) -> None:
     state.report_progress("load", 0, 2)
     read_calibration_text(state)
     state.report_progress("load", 1, 2)
-    state.access = state.open()
+    state.access, state.base = state.open(), open_base(state)
     choose_arithmetic(state)
 
 
@@ -155,7 +156,7 @@ def _allocate(state: RunState) -> float:
     windows = stored_windows(plan, settings, sum(map(len, state.batches)))
     with suppress(_EnoughError), state.loaded.at("allocation"):
         allocate(
-            state.calibrated, plan, settings, state.batches, state.sensitivities.linears, progress,
+            state.pruned_against, plan, settings, state.batches, state.sensitivities.linears, progress,
             state.keep("allocation", windows),
         )  # fmt: skip
     blocks = len({x.block for x in plan.linears if x.block})
@@ -183,7 +184,7 @@ def _prune(state: RunState, fqn: str) -> float:
 
 def _prune_once(state: RunState, fqn: str) -> float:
     """Prune a block by the code of a run, as if the run went on after the block before."""
-    access, batches, planned = state.calibrated, state.batches, state.plan
+    access, batches, planned = state.pruned_against, state.batches, state.plan
     found = survey(access.model)
     before = [*found.blocks, OUTSIDE][: [*found.blocks, OUTSIDE].index(fqn)]
     keep = state.keep(f"hidden-{fqn}", sum(map(len, batches)) * planned.streams)

@@ -41,6 +41,19 @@ class Recipe(Strict):
     """The complete description of a run."""
 
     model: ModelField
+    base: ModelField | None = Field(
+        None,
+        description="model that `model` was fine-tuned from: rules prune the difference, and what they drop becomes "
+        "the base's weight",
+        examples=["HuggingFaceTB/SmolLM2-135M"],
+    )
+    base_keeps: list[str] | None = Field(
+        None,
+        min_length=1,
+        description="other parameters that become the base's, by glob over their names; without it embeddings, norms "
+        "and biases stay as they were fine-tuned",
+        examples=[["*embed_tokens*", "*norm*"]],
+    )
     compute_dtype: ComputeDtype = Field(
         "auto",
         description="dtype of matrix products while blocks are run on text or trained; weights, statistics, pruners "
@@ -194,7 +207,7 @@ def recipe_from_source(source: Node) -> LoadedRecipe:
     if source.value is None or source.value == {}:
         raise RecipeError(f"{source.place}: the recipe is empty; it needs model, prune, output")
     loaded = LoadedRecipe(source, validated(Recipe, source.plain(), source.where))
-    if mistakes := [*_nothing_pruned_mistakes(loaded), *_budget_mistakes(loaded)]:
+    if mistakes := [*_nothing_pruned_mistakes(loaded), *_budget_mistakes(loaded), *_base_mistakes(loaded)]:
         raise RecipeError("\n".join(mistakes))
     return loaded
 
@@ -208,9 +221,24 @@ def _nothing_pruned_mistakes(loaded: LoadedRecipe) -> Iterator[str]:
         example = '[{targets: ["*"], pruner: wanda, sparsity: 0.5}]'
         yield f"{loaded.where('prune')}: missing key 'prune', a list of rules, such as {example}"
         return
-    for name in ("calibration", "ignore", "allocation", "reconstruct_block", "finetune"):
+    for name in ("base", "calibration", "ignore", "allocation", "reconstruct_block", "finetune"):
         if getattr(recipe, name) is not None:
             yield f"{loaded.where(name)}: {name} is there, but nothing is pruned; add prune, or remove {name}"
+
+
+def _base_mistakes(loaded: LoadedRecipe) -> Iterator[str]:
+    """Yield a message for each section that takes what masks drop for zeros, though they drop to a base's weights."""
+    recipe = loaded.recipe
+    if recipe.base is None:
+        if recipe.base_keeps is not None:
+            yield f"{loaded.where('base_keeps')}: base_keeps only goes with base, the model that weights are taken from"
+        return
+    for name in ("shrink", "reconstruct_block", "finetune"):
+        if getattr(recipe, name):
+            yield (
+                f"{loaded.where(name)}: {name} works on zeros, and with base at {loaded.where('base')} what is dropped "
+                f"becomes the base's weight, which is none; remove {name}, or base"
+            )
 
 
 def _budget_mistakes(loaded: LoadedRecipe) -> Iterator[str]:

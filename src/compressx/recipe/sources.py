@@ -180,8 +180,8 @@ def weighted(
 
 
 def long_form(location: Sequence[Step], text: str) -> dict[str, Scalar] | None:
-    """Return the mapping that a text in a recipe is short for: that of a model or of a dataset; None for other text."""
-    if location[-1:] == ("model",):
+    """Return the mapping that a text in a recipe is short for: of a model, a base or a dataset; None for other text."""
+    if location[-1:] == ("model",) or tuple(location) == ("base",):
         looks_local = text.endswith(".gguf") or text.startswith((".", "/", "~")) or _exists(text)
         return {"path" if looks_local else "id": text}
     if location[-1:] == ("dataset",) or location[-2:-1] == ("datasets",):

@@ -18,7 +18,8 @@ def model_name(model: Mapping[str, Any]) -> str:
 
 def head(report: RunReport) -> Iterator[Section]:
     """Yield what matters most: name, value, note."""
-    rows = [("sparsity", f"{report.sparsity:.2%}", f"of {len(report.layers)} linears")] if report.layers else []
+    of = f"of {len(report.layers)} linears" + (f"; base {report.base}" if report.base else "")
+    rows = [(report.share, f"{report.sparsity:.2%}", of)] if report.layers else []
     if report.shrink:
         before, after = report.shrink["parameters"]
         numbers = ", ".join(f"{name} {was} -> {now}" for name, (was, now) in report.shrink["config"].items())
@@ -98,7 +99,7 @@ def _figures(report: RunReport) -> Iterator[Section]:
 
 def _layers(report: RunReport) -> Iterator[Section]:
     """Yield every pruned linear, and every weight that was not."""
-    sparsity, seconds = Column("sparsity", ".4f"), Column("seconds", ".2f")
+    sparsity, seconds = Column(report.share, ".4f"), Column("seconds", ".2f")
     rows = [
         (x.name, x.pruner, x.pattern, x.sparsity, x.seconds, ", ".join(f"{k} {v:.4g}" for k, v in x.info.items()))
         for x in report.layers

@@ -61,6 +61,7 @@ class RunState:
         plan: what becomes of every linear; sparsities and dropped blocks are filled in as they are chosen.
         open: returns the model with its weights; called when they are needed, at the latest before pruning.
         access: the model with its weights.
+        base: the model that it was fine-tuned from, where the recipe prunes the difference.
         dense: returns the dense model, to train towards; `access` may be pruned by then.
         folder: the output folder that is filled; None of a run in memory.
         inputs: everything that decides the pruned blocks, by name, in JSON types; empty of a run in memory.
@@ -93,6 +94,7 @@ class RunState:
     open: Callable[[], Access] = field(init=False)
     dense: Callable[[], Any] = field(init=False)
     access: Access = field(init=False)
+    base: Access | None = None
     folder: Path | None = None
     inputs: Mapping[str, Any] = field(default_factory=dict)
     store: Store = field(init=False)
@@ -125,6 +127,11 @@ class RunState:
     def calibrated(self) -> Access:
         """The model, with the blocks' products in the dtype of the run's arithmetic."""
         return dataclasses.replace(self.access, products=self.products)  # type: ignore[type-var]
+
+    @property
+    def pruned_against(self) -> Access:
+        """As `calibrated`, with the base: each linear's weight is then the difference from the base's."""
+        return dataclasses.replace(self.calibrated, base=self.base)  # type: ignore[type-var]
 
     @property
     def batches(self) -> Sequence[Tensor]:

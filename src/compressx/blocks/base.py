@@ -1,0 +1,169 @@
+"""Pruning what fine-tuning changed: the base model that `base` names, and what becomes of weights outside the linears.
+
+With W = W_0 + tau, a pruner of single linears prunes tau as it would prune W, because the error of an output,
+||X (tau~ - tau)^T||, is the same. What it drops is the base's weight W_0, to the bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from compressx.api.patterns import Structured
+from compressx.models.access import Access, weights_fingerprint
+from compressx.models.architecture import find_blocks, survey
+from compressx.models.checkpoint import Checkpoint, find_checkpoint
+from compressx.models.export import refuse_overwriting
+from compressx.models.loading import dtype_of, load_skeleton, load_tokenizer
+from compressx.models.shards import OUTSIDE
+from compressx.models.streaming import open_model
+from compressx.planning.plan import Plan
+from compressx.recipe.rules import matches
+from compressx.runtime.errors import ArtifactError, Mistakes, RecipeError, UnsupportedModelError, did_you_mean
+from compressx.stages.state import RunState, Stage, StageName
+
+
+class OpenBase(Stage):
+    """Open the base, and check that the model can be a fine-tune of it."""
+
+    during: StageName = "prune"
+    everywhere = True
+
+    def check(self, state: RunState, plan: Plan | None, mistakes: Mistakes) -> None:
+        """Refuse a base that is no base of the model, and rules that do not prune single linears."""
+        recipe, loaded = state.recipe, state.loaded
+        if recipe.base is None:
+            return
+        with mistakes.collected(), loaded.at("base"):
+            refuse_overwriting(recipe.output, "base", recipe.base.path)
+            checkpoint = find_checkpoint(recipe.base)
+            if state.skeleton is not None:
+                _check_base(state, checkpoint)
+        for x in {linear.rule: linear for linear in (plan.linears if plan else ())}.values():
+            unit = x.pattern.unit if isinstance(x.pattern, Structured) else ""
+            if unit != "blocks" and (unit or not x.rule.separable):
+                what = f"pattern: {unit} takes units out" if unit else "it reads whole weights of a block"
+                mistakes.add(RecipeError(
+                    f"{loaded.where('prune', x.rule.index, 'pruner')}: {x.rule.label} prunes no difference from base at "
+                    f"{loaded.where('base')}: {what}; take a pruner of single linears, such as sparsegpt, or "
+                    "pattern: blocks, or remove base"
+                ))  # fmt: skip
+        for i, glob in enumerate(recipe.base_keeps or ()):
+            with mistakes.collected(), loaded.at("base_keeps", i):
+                if state.skeleton is not None and plan is not None:
+                    _kept(state.skeleton, plan, glob)
+
+    def memory(self, state: RunState) -> Mapping[str, int]:
+        """Return the bytes of the base that are in memory: those of the largest block, where it is streamed."""
+        if state.recipe.base is None:
+            return {}
+        parts = [state.skeleton] if not _streams(state) else [*find_blocks(state.skeleton).values()]
+        most = max(sum(p.numel() for p in part.parameters()) for part in parts)
+        return {"the base" if not _streams(state) else "a block of the base": most * state.dtype.itemsize}
+
+    def run(self, state: RunState) -> None:
+        """Open it."""
+        state.base = open_base(state)
+
+
+class TakeFromBase(Stage):
+    """Give the model those weights of the base that `base_keeps` names."""
+
+    everywhere = True
+
+    def run(self, state: RunState) -> None:
+        """Copy them, and refuse a base that has the model's own weights."""
+        if state.base is None:
+            return
+        with state.loaded.at("base"):
+            own = state.inputs.get("model") or weights_fingerprint(state.access)
+            if own == (state.inputs.get("base") or weights_fingerprint(state.base)):
+                raise ArtifactError("it has the model's own weights, so that there is no difference to prune")
+        state.results["base"] = str(state.recipe.base and (state.recipe.base.id or state.recipe.base.path))
+        model = state.access.model
+        left = {name for glob in state.recipe.base_keeps or () for name in _kept(model, state.plan, glob)}
+        for fqn in (OUTSIDE, *find_blocks(model)) if left else ():
+            with state.base.materialise(fqn):
+                theirs = {
+                    name: x for name, x in state.base.model.state_dict().items() if name in left and not x.is_meta
+                }
+                for name, x in theirs.items():
+                    model.get_parameter(name).data.copy_(x)
+            left -= theirs.keys()
+
+    def sentences(self, report: Any) -> Iterator[str]:
+        """Say from what the difference was pruned."""
+        if report.base:
+            yield f"What was pruned is the difference from `{report.base}`: dropped weights are those of that model."
+
+
+def open_base(state: RunState) -> Access | None:
+    """Open the base of a recipe, streamed where it can be; None without one."""
+    if (source := state.recipe.base) is None:
+        return None
+    with state.loaded.at("base"):
+        return open_model(find_checkpoint(source), _streams(state), state.device)
+
+
+def _streams(state: RunState) -> bool:
+    """Return whether the base's weights stay on disk: not if the recipe says no, or the file has to be converted."""
+    source = state.recipe.base
+    assert source is not None  # noqa: S101 - the callers have looked
+    return bool(source.streaming) and find_checkpoint(source).gguf_file is None
+
+
+def _check_base(state: RunState, checkpoint: Checkpoint) -> None:
+    """Refuse a base of another architecture, dtype or vocabulary, or the model itself."""
+    model, where = state.skeleton, checkpoint.location
+    if state.checkpoint is not None and (where, checkpoint.gguf_file) == (
+        state.checkpoint.location, state.checkpoint.gguf_file,
+    ):  # fmt: skip
+        raise ArtifactError(f"{where} is the model itself; name the model that it was fine-tuned from")
+    base = load_skeleton(checkpoint)
+    if type(base) is not type(model):
+        raise UnsupportedModelError(
+            f"{where} is a {type(base).__name__}, and the model a {type(model).__name__}; name the model that it was "
+            "fine-tuned from"
+        )
+    ours, theirs = ({n: [*p.shape] for n, p in x.named_parameters()} for x in (model, base))
+    for name in {**ours, **theirs}:
+        if ours.get(name) != theirs.get(name):
+            raise UnsupportedModelError(
+                f"{where}: {name} is {theirs.get(name, 'not there')}, and {ours.get(name, 'not there')} in the model; "
+                "expected the same shapes, and the same vocabulary"
+            )
+    if (dtype := dtype_of(checkpoint, base.config)) != state.dtype:
+        shown = [str(x).removeprefix("torch.") for x in (dtype, state.dtype)]
+        raise UnsupportedModelError(
+            f"{where} is {shown[0]}, and the model {shown[1]}; load both in one dtype, such as base: {{..., dtype: "
+            f"{shown[1]}}}"
+        )
+    if state.checkpoint is not None and state.tokenizer is not None:
+        own, other = (_ordinary(x) for x in (state.tokenizer, load_tokenizer(checkpoint)))
+        if differ := [token for token in own.keys() | other.keys() if own.get(token) != other.get(token)]:
+            token = min(differ)
+            raise UnsupportedModelError(
+                f"{where}: its tokenizer has other tokens: {token!a} is {other.get(token, 'not there')}, and "
+                f"{own.get(token, 'not there')} in the model's; name the model that it was fine-tuned from"
+            )
+
+
+def _ordinary(tokenizer: Any) -> dict[str, int]:
+    """Return the ids of tokens, without those that fine-tuning adds or renames, such as the marks of a chat."""
+    added = tokenizer.get_added_vocab()
+    return {token: i for token, i in tokenizer.get_vocab().items() if token not in added}
+
+
+def _kept(model: torch.nn.Module, plan: Plan, glob: str) -> list[str]:
+    """Return the names of the parameters, none of them pruned, that a glob of `base_keeps` names."""
+    pruned = {f"{x.name}.weight" for x in plan.linears}
+    every = [name for name, _ in model.named_parameters()]
+    names = [name for name in every if matches(glob, name)]
+    if not names:
+        raise RecipeError(f"no parameter is called {glob!r}; {did_you_mean(glob, every)}")
+    experts = {n for n, x in survey(model).linears.items() if x.expert is not None}
+    if taken := [name for name in names if name in pruned or any(n.startswith(f"{name}.") for n in experts)]:
+        raise RecipeError(f"{taken[0]} is pruned by a rule; name embeddings, norms or biases, such as '*norm*'")
+    return names

@@ -1,0 +1,259 @@
+"""Pruning the difference of a fine-tuned model from its base: `base:` in a recipe."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.compressx.pipeline.runs import recipe, same, weights
+from tests.compressx.saved import save_tiny
+
+import compressx
+from compressx.masks.maskset import MaskSet
+from compressx.models.checkpoint import find_checkpoint
+from compressx.models.loading import load_model, load_tokenizer
+from compressx.models.shards import save_model
+from compressx.pipeline.run import plan, run
+from compressx.recipe.sources import ModelSource
+from compressx.runtime.errors import ArtifactError, CompressxError, RecipeError, UnsupportedModelError
+
+OF_LINEARS = ("magnitude", "wanda", "sparsegpt", "alps", "sensitivity", "dare")
+
+
+def loaded(folder: Path) -> Any:
+    return load_model(find_checkpoint(ModelSource(path=folder)))
+
+
+def save_tuned(base: Path, folder: Path, *, dtype: torch.dtype | None = None, share: float = 1.0) -> Path:
+    """Save a fine-tune of a saved model: a share of each weight moves by a tenth of its size or less."""
+    model = loaded(base)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            moved = torch.rand(parameter.shape, generator=generator) < share
+            parameter += moved * 0.02 * torch.randn(parameter.shape, generator=generator)
+    save_model(model.to(dtype or model.dtype), load_tokenizer(find_checkpoint(ModelSource(path=base))), folder)
+    return folder
+
+
+@pytest.fixture(scope="session", params=[torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Give a base and its fine-tune, with a text beside the latter."""
+    home = tmp_path_factory.mktemp("pair")
+    base = save_tiny(home / "base", "llama", request.param)
+    return base, save_tuned(base, home / "tuned")
+
+
+def linears(model: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return what `targets: ["*"]` prunes, by the name of the linear."""
+    return {n.removesuffix(".weight"): x for n, x in model.items() if "_proj" in n}
+
+
+@pytest.mark.parametrize("pruner", OF_LINEARS)
+def test_what_is_dropped_is_the_bases_to_the_bit_and_the_rest_stays_close_to_the_fine_tune(
+    pair: tuple[Path, Path], pruner: str
+) -> None:
+    base, tuned = pair
+    report = run(recipe(tuned, {"targets": ["*"], "pruner": pruner, "sparsity": 0.75}, base={"path": str(base)}))
+    before, after, theirs = weights(tuned), weights("out"), weights(base)
+    masks = MaskSet.load("out/masks.safetensors")
+    assert masks.verify(loaded(Path("out/model")), base=loaded(base))
+    for name, weight in linears(after).items():
+        keep = masks[name].keep
+        assert torch.equal(weight[~keep], linears(theirs)[name][~keep])
+        assert (~keep).sum() == keep.numel() * 3 // 4
+        moved = (weight - linears(before)[name])[keep].float().abs().mean()
+        assert moved <= 4 * (linears(before)[name] - linears(theirs)[name])[keep].float().abs().mean()
+    others = {n: x for n, x in after.items() if "_proj" not in n}
+    assert same(others, {n: before[n] for n in others})
+    assert (report.sparsity, report.base, report.share) == (0.75, str(base), "as base")
+    assert json.loads(Path("out/model/config.json").read_text())["compressx"]["base"] == str(base)
+
+
+@pytest.mark.parametrize("pruner", OF_LINEARS)
+def test_where_nothing_is_dropped_the_fine_tune_is_written_byte_for_byte(pair: tuple[Path, Path], pruner: str) -> None:
+    base, tuned = pair
+    run(recipe(tuned, {"targets": ["*"], "pruner": pruner, "sparsity": 0.0}, base={"path": str(base)}))
+    assert same(weights("out"), weights(tuned))
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_where_everything_is_dropped_the_base_is_written_byte_for_byte(
+    pair: tuple[Path, Path], streaming: bool
+) -> None:
+    base, tuned = pair
+    everything = {"targets": ["*"], "pruner": "magnitude", "sparsity": 1.0}
+    keeps = {} if streaming else {"base_keeps": ["*norm*", "*embed_tokens*", "lm_head*"]}
+    model = {"path": str(tuned), "streaming": streaming}
+    run(recipe(tuned, everything, model=model, base={"path": str(base)}, **keeps))
+    after, theirs = weights("out"), weights(base)
+    expected = linears(theirs) if streaming else theirs
+    assert same({n: x for n, x in (linears(after) if streaming else after).items()}, expected)
+
+
+def test_a_streamed_run_an_interrupted_one_and_one_in_memory_end_with_the_same_weights(pair: tuple[Path, Path]) -> None:
+    base, tuned = pair
+    asked = recipe(tuned, {"targets": ["*"], "pruner": "sparsegpt", "pattern": "2:4"}, base={"path": str(base)})
+    run(asked)
+    run(asked | {"model": {"path": str(tuned), "streaming": True}, "output": "streamed"})
+    assert same(weights("out"), weights("streamed"))
+    model = loaded(tuned)
+    tokenizer = load_tokenizer(find_checkpoint(ModelSource(path=tuned)))
+    pruned = compressx.prune(model, tokenizer, {k: v for k, v in asked.items() if k not in ("model", "output")})
+    assert same(dict(pruned.model.state_dict()), weights("out"))
+    assert pruned.masks.verify(pruned.model, base=loaded(base))
+    assert "are the base's" in repr(pruned.report)
+
+
+def test_sparsegpts_error_on_the_difference_is_below_magnitudes(pair: tuple[Path, Path]) -> None:
+    base, tuned = pair
+    tokenizer = load_tokenizer(find_checkpoint(ModelSource(path=tuned)))
+    windows = tokenizer(tuned.with_name("text.txt").read_text(), return_tensors="pt").input_ids[:, :256].view(8, 32)
+
+    def after_first_block(folder: Path) -> torch.Tensor:
+        with torch.no_grad():
+            return loaded(folder)(windows, output_hidden_states=True).hidden_states[1].double()
+
+    error = {}
+    for pruner in ("magnitude", "sparsegpt"):
+        rule = {"targets": ["*"], "pruner": pruner, "group": "row", "sparsity": 0.8}
+        run(recipe(tuned, rule, base={"path": str(base)}, output=pruner))
+        error[pruner] = (after_first_block(Path(pruner, "model")) - after_first_block(tuned)).square().sum()
+    assert error["sparsegpt"] < error["magnitude"]
+
+
+def test_allocation_measures_differences(pair: tuple[Path, Path]) -> None:
+    base, tuned = pair
+    allocation = {"method": "divergence", "target": 0.8, "sparsities": [0.5, 0.9], "samples": 4}
+    report = run(recipe(tuned, {"targets": ["*"], "pruner": "wanda"}, base={"path": str(base)}, allocation=allocation))
+    assert report.sparsity == pytest.approx(0.8, abs=0.01)
+    assert MaskSet.load("out/masks.safetensors").verify(loaded(Path("out/model")), base=loaded(base))
+
+
+@pytest.mark.parametrize("pruner", ["divergence", "shortgpt"])
+def test_blocks_are_reverted_whole_those_first_that_fine_tuning_changed_least(tmp_path: Path, pruner: str) -> None:
+    base = save_tiny(tmp_path / "base", "llama")
+    model = loaded(base)
+    with torch.no_grad():
+        for i, size in enumerate((0.05, 0.001, 0.05)):
+            for parameter in model.model.layers[i].parameters():
+                parameter += size * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(i))
+    tuned = tmp_path / "tuned"
+    save_model(model, load_tokenizer(find_checkpoint(ModelSource(path=base))), tuned)
+    rule = {"targets": ["*"], "pruner": pruner, "pattern": "blocks", "sparsity": 0.34}
+    run(recipe(tuned, rule, base={"path": str(base)}))
+    after, before, theirs = weights("out"), weights(tuned), weights(base)
+    assert json.loads(Path("out/plan.json").read_text())["blocks"]["dropped"] == ["model.layers.1"]
+    for name, weight in after.items():
+        assert torch.equal(weight, (theirs if ".layers.1." in name else before)[name]), name
+
+
+def refusal(asked: dict[str, Any]) -> str:
+    with pytest.raises(CompressxError) as refused:
+        plan(asked)
+    return str(refused.value)
+
+
+@pytest.fixture
+def tuned(tmp_path: Path) -> tuple[Path, Path]:
+    base = save_tiny(tmp_path / "base", "llama")
+    return base, save_tuned(base, tmp_path / "tuned")
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"shrink": True}, "shrink works on zeros, and with base at"),
+        ({"finetune": {"steps": 2}}, "finetune works on zeros, and with base at"),
+        ({"reconstruct_block": {"passes": 1}}, "reconstruct_block works on zeros, and with base at"),
+        ({"prune": [{"targets": ["*.q_proj", "*.k_proj"], "pruner": "attnprune", "sparsity": 0.5}]},
+         "attnprune prunes no difference from base at"),
+        ({"prune": [{"targets": ["*"], "pruner": "magnitude", "pattern": "neurons", "sparsity": 0.5}]},
+         "magnitude prunes no difference from base at"),
+        ({"base_keeps": ["*.q_proj.weight"]}, "is pruned by a rule; name embeddings, norms or biases"),
+        ({"base_keeps": ["*nrm*"]}, "no parameter is called '*nrm*'"),
+        ({"base": None, "base_keeps": ["*norm*"]}, "base_keeps only goes with base"),
+    ],
+)  # fmt: skip
+def test_what_holds_zeros_is_refused_with_a_base_in_one_line(
+    tuned: tuple[Path, Path], changes: dict[str, Any], expected: str
+) -> None:
+    told = refusal(recipe(tuned[1], base={"path": str(tuned[0])}) | changes)
+    assert expected in told
+    assert "\n" not in told
+
+
+def test_base_keeps_needs_the_weights_in_memory(tuned: tuple[Path, Path]) -> None:
+    asked = recipe(tuned[1], base={"path": str(tuned[0])}, base_keeps=["*norm*"])
+    told = refusal(asked | {"model": {"path": str(tuned[1]), "streaming": True}})
+    assert "taking weights from the base needs all weights in memory" in told
+
+
+def test_a_base_that_is_none_of_the_models_is_refused_in_one_line(tuned: tuple[Path, Path], tmp_path: Path) -> None:
+    base, model = tuned
+    config = json.loads((base / "config.json").read_text())
+    copies = {}
+    for name, change in (("wider", {"intermediate_size": 256}), ("words", {"vocab_size": 256})):
+        copies[name] = tmp_path / name
+        shutil.copytree(base, copies[name])
+        (copies[name] / "config.json").write_text(json.dumps(config | change))
+    tokens = json.loads((base / "tokenizer.json").read_text())
+    tokens["model"]["vocab"] = {"another" if x == "<s>" else x: i for x, i in tokens["model"]["vocab"].items()}
+    tokens["added_tokens"] = [x for x in tokens["added_tokens"] if x["content"] != "<s>"]
+    shutil.copytree(base, copies.setdefault("tokens", tmp_path / "tokens"))
+    (copies["tokens"] / "tokenizer.json").write_text(json.dumps(tokens))
+    named = {
+        str(model): "is the model itself; name the model that it was fine-tuned from",
+        str(save_tiny(tmp_path / "other", "qwen2")): "is a Qwen2ForCausalLM, and the model a LlamaForCausalLM",
+        str(save_tiny(tmp_path / "half", "llama", torch.bfloat16)): "is bfloat16, and the model float32; load both",
+        str(copies["wider"]): "mlp.gate_proj.weight is [256, 64], and [96, 64] in the model",
+        str(copies["words"]): "embed_tokens.weight is [256, 64], and [128, 64] in the model",
+        str(copies["tokens"]): "its tokenizer has other tokens",
+        str(tmp_path / "nowhere"): "nowhere",
+    }
+    for path, expected in named.items():
+        told = refusal(recipe(model, base={"path": path}))
+        assert expected in told
+        assert told.startswith("<dict>:base: ")
+        assert "\n" not in told
+
+
+def test_a_base_with_the_models_own_weights_is_refused_before_anything_is_pruned(tuned: tuple[Path, Path]) -> None:
+    copy = tuned[0].with_name("copy")
+    shutil.copytree(tuned[1], copy)
+    with pytest.raises(ArtifactError, match="the model's own weights, so that there is no difference to prune"):
+        run(recipe(tuned[1], base={"path": str(copy)}))
+
+
+def test_masks_of_a_difference_need_their_base(tuned: tuple[Path, Path]) -> None:
+    base, model = tuned
+    run(recipe(model, base={"path": str(base)}))
+    masks, dense, theirs = MaskSet.load("out/masks.safetensors"), loaded(model), loaded(base)
+    with pytest.raises(ArtifactError, match="the masks do not go with no base"):
+        masks.apply(dense)
+    with pytest.raises(ArtifactError, match="only zeros can be held"):
+        masks.to_torch_ao(dense)
+    with pytest.raises(ArtifactError, match="the base's weight has sha256"):
+        masks.apply(dense, base=dense)
+    masks.apply(dense, original=True, base=theirs)
+    assert same(dict(dense.state_dict()), weights("out"))
+
+
+def test_dares_expected_difference_is_the_difference(tuned: tuple[Path, Path]) -> None:
+    base, model = tuned
+    before, theirs = linears(weights(model)), linears(weights(base))
+    name = "model.layers.0.mlp.up_proj"
+    found = []
+    for seed in range(40):
+        rule = {"targets": [name], "pruner": "dare", "sparsity": 0.75, "options": {"seed": seed}}
+        run(recipe(model, rule, base={"path": str(base)}, output=f"seed-{seed}"))
+        found.append(linears(weights(f"seed-{seed}"))[name] - theirs[name])
+        assert torch.unique((found[-1] / (before[name] - theirs[name])).round(decimals=2)).tolist() == [0, 4]
+    tau, mean = before[name] - theirs[name], torch.stack(found).mean(dim=0)
+    deviation = tau.abs() * (3 / 40) ** 0.5  # of tau / (1 - p) with probability 1 - p, p = 3/4
+    assert float(((mean - tau) / deviation).square().mean()) == pytest.approx(1, abs=0.1)
+    assert abs(float(((mean - tau) / deviation).mean())) < 4 / tau.numel() ** 0.5
