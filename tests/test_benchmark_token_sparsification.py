@@ -103,8 +103,9 @@ def test_a_label_is_that_of_the_majority_of_the_relevant_tokens(program, monkeyp
     assert (carried[:, 2:].sum(dim=-1) == 20).all()
 
 
-def test_each_removal_takes_as_many_tokens_of_its_own_kind(program, data):
-    left = {removal: program.without(data, removal) for removal in program.REMOVALS}
+def test_each_removal_takes_as_many_tokens_of_its_own_kind(program, model, data):
+    trained = program.Model(*(w.float() for w in model))
+    left = {removal: program.without(data, removal, trained) for removal in program.REMOVALS}
     assert left["none"] is data
     for removal in program.REMOVALS[1:]:
         one = left[removal]
@@ -116,6 +117,53 @@ def test_each_removal_takes_as_many_tokens_of_its_own_kind(program, data):
     assert (left["irrelevant"].relevant.sum(dim=-1) == 30).all()
     assert (left["noisiest"].noise.amax(dim=-1) <= data.noise.sort(dim=-1).values[..., 34]).all()
     assert left["random"].relevant.sum(dim=-1).float().mean() == pytest.approx(21, abs=3)
+    paid = trained.attention(data.tokens).sum(dim=2)  # to each token by all tokens of its sample
+    tokens = zip(data.tokens.flatten(0, 1).tolist(), paid.flatten(0, 1).tolist(), strict=True)
+    for (sample, weights), few in zip(tokens, left["least attended"].tokens.flatten(0, 1).tolist(), strict=True):
+        kept = [tuple(x) in {tuple(x) for x in few} for x in sample]
+        assert min(w for w, k in zip(weights, kept, strict=True) if k) > max(
+            w for w, k in zip(weights, kept, strict=True) if not k
+        )
+
+
+def test_the_model_whose_attention_is_used_was_trained_on_whole_samples(program, monkeypatch):
+    tiny = {"samples": 20, "steps": 20, "relevant": 0.6, "noisy": 0.3}
+    for name, value in {"ATTENTION": tiny, "REMOVAL": tiny, "TEST_SAMPLES": 4}.items():
+        monkeypatch.setattr(program, name, value)
+    seen, own = [], program.without
+    monkeypatch.setattr(program, "without", lambda data, removal, trained: (
+        seen.append((data, removal, trained)), own(data, removal, trained))[1])  # fmt: skip
+    found = program.measured(2)
+    data, test, trained = (next(call[i] for call in seen if call[1] == "least attended" and len(call[0].labels[0]) == n)
+                           for i, n in ((0, 20), (0, 4), (2, 20)))  # fmt: skip
+    for measure, of in (("training loss", data), ("test loss", test), ("whole test loss", test)):
+        torch.testing.assert_close(found["none"][measure][-1], program.hinge(trained, of), rtol=0, atol=0)
+        assert not torch.equal(found["none"][measure][-1], found["none"][measure][0])
+
+
+def test_half_of_the_neurons_are_removed_by_the_norm_of_their_weights_and_the_others_stay(program, model):
+    left = {half: program.halved(model, half).hidden for half in program.HALVES}
+    norms = model.hidden.norm(dim=-1)
+    for seed in range(SEEDS):
+        order = norms[seed].argsort().tolist()  # 6 neurons
+        gone = {half: set((hidden[seed] == 0).all(dim=-1).nonzero()[:, 0].tolist()) for half, hidden in left.items()}
+        assert gone["smallest"] == set(order[:3])
+        assert gone["largest"] == set(order[3:])
+        assert len(gone["random"]) == 3
+        for half, hidden in left.items():
+            stays = [n for n in range(6) if n not in gone[half]]
+            assert torch.equal(hidden[seed, stays], model.hidden[seed, stays])
+
+
+def test_accuracy_is_the_share_of_outputs_with_the_sign_of_the_label(program, model, data):
+    data = in_double(program, data)
+    right = [
+        sum(slow_output(model, seed, sample) * label > 0 for sample, label in zip(
+            data.tokens[seed, :, :5], data.labels[seed].tolist(), strict=True)) / SAMPLES
+        for seed in range(SEEDS)
+    ]  # fmt: skip
+    found = program.accuracy(model, data._replace(tokens=data.tokens[:, :, :5]))
+    assert found.tolist() == right
 
 
 def test_the_printed_initialisation_saturates_the_softmax_and_ours_does_not(program, monkeypatch):
@@ -150,7 +198,7 @@ def test_the_command_writes_its_files_and_ends_with_status_1_if_a_claim_does_not
     status = run(program, monkeypatch, "--output", tmp_path / "new", "--seeds", 2)
     path = tmp_path / "new" / "token-sparsification.csv"
     held = json.loads(path.with_suffix(".json").read_text())["claims"]
-    assert len(held) == 4
+    assert len(held) == 8
     assert status == (0 if all(held.values()) else 1) == 1  # 20 steps learn nothing
     table = path.with_suffix(".md").read_text(encoding="utf-8")
     assert "DOES NOT HOLD" in table
@@ -158,7 +206,7 @@ def test_the_command_writes_its_files_and_ends_with_status_1_if_a_claim_does_not
     assert path.with_suffix(".svg").read_text(encoding="utf-8").count("tokens removed") >= 1
     with path.open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
-    assert len(rows) == 5 * 4 * 3 * 2
+    assert len(rows) == (6 * 4 + 7) * 3 * 2  # the first curve has seven more measures, with and without neurons
     assert {(r["step"], r["seed"]) for r in rows} == {(s, seed) for s in ("0", "10", "20") for seed in "01"}
     first = {r["seed"]: r["value"] for r in rows if (r["curve"], r["measure"], r["step"]) == ("none", "test loss", "0")}
     assert all(float(value) == pytest.approx(1.0, abs=0.05) for value in first.values())
@@ -176,21 +224,51 @@ def test_an_interval_is_that_of_students_t(program):
     torch.testing.assert_close(half, torch.tensor([4.302653 * (7 / 9) ** 0.5, 0.0], dtype=torch.float64))
 
 
-@pytest.mark.parametrize("wrong", [None, "attention", "random", "irrelevant", "noisiest"])
-def test_each_claim_fails_alone_if_its_change_is_missing(program, wrong):
+AS_CLAIMED = {
+    "attention": 0.2,
+    "none": 0.0,
+    "random": 0.2,
+    "irrelevant": -0.3,
+    "noisiest": -0.2,
+    "least attended": -0.1,
+}
+HALVES_AS_CLAIMED = {"smallest": 0.1, "random": 0.3, "largest": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "halves", "failed"),
+    [
+        ({}, {}, []),
+        ({"attention": 0.0}, {}, ["training increases"]),
+        ({"random": -0.2}, {}, ["removing random tokens"]),
+        ({"irrelevant": -0.1, "least attended": 0.0}, {}, ["removing the least attended"]),
+        (
+            {"irrelevant": 0.0, "least attended": 0.1},
+            {},
+            ["removing irrelevant tokens lowers the", "removing the least"],
+        ),
+        ({"noisiest": 0.0}, {}, ["removing the noisiest"]),
+        ({"least attended": -0.3}, {}, ["removing irrelevant tokens lowers it more"]),
+        ({}, {"smallest": 0.3}, ["removing the smallest"]),
+        ({}, {"largest": 0.3}, ["removing the largest"]),
+    ],
+)
+def test_each_claim_fails_if_its_change_is_missing_and_no_other(program, tokens, halves, failed):
     flat = torch.ones(2, 3)
 
-    def change(by: float) -> Tensor:
-        return torch.stack([flat[0], flat[0] + by + torch.tensor([-0.01, 0.0, 0.01])])
+    def change(by: float, spread: float = 0.01) -> Tensor:
+        return torch.stack([flat[0], flat[0] + by + torch.tensor([-spread, 0.0, spread])])
 
-    by = {"random": 0.2, "irrelevant": -0.2, "noisiest": -0.2, "none": 0.0, "attention": 0.2}
-    if wrong is not None:
-        by[wrong] = -0.2 if wrong == "random" else 0.0
+    by = AS_CLAIMED | tokens
     found = {name: {"test loss": change(value), "attention": change(value)} for name, value in by.items()}
     found["none"]["test loss"] = flat
-    failed = [claim for claim, held in program.claims(found).items() if not held]
-    assert len(failed) == (wrong is not None)
-    assert all(str(wrong) in claim for claim in failed)
+    # Another spread: equal means have a difference within each seed, whose interval contains zero.
+    found["irrelevant"]["test loss"] = change(by["irrelevant"], 0.02)
+    for half, value in (HALVES_AS_CLAIMED | halves).items():
+        found["attention"][f"test loss without the {half} neurons"] = change(value, 0.02 if half == "random" else 0.01)
+    found_to_fail = [claim for claim, held in program.claims(found).items() if not held]
+    assert len(found_to_fail) == len(failed)
+    assert all(claim.startswith(start) for claim, start in zip(found_to_fail, failed, strict=True))
 
 
 @pytest.mark.slow
