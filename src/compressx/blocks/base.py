@@ -37,7 +37,8 @@ class OpenBase(Stage):
         if recipe.base is None:
             return
         with mistakes.collected(), loaded.at("base"):
-            refuse_overwriting(recipe.output, "base", recipe.base.path)
+            if state.checkpoint is not None:  # a model in memory has no output
+                refuse_overwriting(recipe.output, "base", recipe.base.path)
             checkpoint = find_checkpoint(recipe.base)
             if state.skeleton is not None:
                 _check_base(state, checkpoint)
@@ -46,8 +47,8 @@ class OpenBase(Stage):
             if unit != "blocks" and (unit or not x.rule.separable):
                 what = f"pattern: {unit} takes units out" if unit else "it reads whole weights of a block"
                 mistakes.add(RecipeError(
-                    f"{loaded.where('prune', x.rule.index, 'pruner')}: {x.rule.label} prunes no difference from base at "
-                    f"{loaded.where('base')}: {what}; take a pruner of single linears, such as sparsegpt, or "
+                    f"{loaded.where('prune', x.rule.index, 'pruner')}: {x.rule.label} prunes no difference from base "
+                    f"at {loaded.where('base')}: {what}; take a pruner of single linears, such as sparsegpt, or "
                     "pattern: blocks, or remove base"
                 ))  # fmt: skip
         for i, glob in enumerate(recipe.base_keeps or ()):

@@ -19,7 +19,7 @@ from compressx.cli.plugins import plugins_new
 from compressx.plugins.kinds import TOKEN_SELECTOR
 from compressx.plugins.scaffold import KINDS, new_plugin
 from compressx.runtime.errors import ArtifactError
-from compressx.testing import check_plugin, tiny_model, tiny_tokens
+from compressx.testing import check_plugin, save_tiny_model, tiny_model, tiny_tokens
 
 GUIDE = Path(__file__).parents[3] / "docs/write-a-selector.md"
 
@@ -81,6 +81,19 @@ def test_a_new_structured_pruner_is_short_and_prunes_units_with_its_options(pack
         masks[rows] = pruned.masks["model.layers.0.mlp.down_proj"].keep
         assert int((~masks[rows][0]).sum()) == 24
     assert not torch.equal(masks[0.0], masks[100.0])
+
+
+@pytest.mark.parametrize("kind", ["pruner"], indirect=True)
+@pytest.mark.usefixtures("package")
+def test_a_new_pruner_prunes_the_difference_from_a_base_unchanged(project: Path) -> None:
+    base, model = save_tiny_model(project / "base", "llama"), tiny_model("llama")
+    moved = {n: x + 0.01 * torch.randn(x.shape) for n, x in model.named_parameters()}
+    model.load_state_dict(moved, strict=False)
+    rule = {"targets": ["*"], "pruner": "my-own", "sparsity": 0.75}
+    pruned = compressx.prune(model, None, {"base": str(base), "prune": [rule]}, calibration=tiny_tokens())
+    assert pruned.report.sparsity == 0.75
+    assert pruned.masks.verify(pruned.model, base=tiny_model("llama"))
+    assert not torch.equal(pruned.model.model.embed_tokens.weight, tiny_model("llama").model.embed_tokens.weight)
 
 
 @pytest.mark.parametrize("kind", ["selector"], indirect=True)
