@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import shlex
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import astuple
+from typing import TYPE_CHECKING, Any
 
 from compressx.allocation.units import zeros_of
 from compressx.api.names import folded, kind_of
 from compressx.masks.inspect import sparsity_of
-from compressx.report.section import Column, Section, Value, estimates, table
+from compressx.report import plots
+from compressx.report.section import Column, Section, Value, count_of, estimates, table
+from compressx.report.speeds import Spread
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -25,6 +29,11 @@ if TYPE_CHECKING:
 
 _COSTS = (Column("tokens", "d"), Column("seconds", ".2f"), Column("peak GiB", ".2f"))
 _SPARSITY = Column("sparsity", ".2%")
+_SPECTRA = (
+    Column("stable rank", ".1f"), Column("stable rank of W_Q^T W_K", ".1f"), Column("change", ".2%"),
+    Column("largest change", ".2g"), Column("unchanged", ".2%"), Column("stable rank of change", ".1f"),
+    Column("r90 of change", ".4g"),
+)  # fmt: skip
 
 
 def full_size(folder: object = "OUTPUT") -> str:
@@ -152,18 +161,47 @@ def of_inspection(found: Inspection) -> Iterator[Section]:
     rows = []
     for x in found.linears:
         mask = (x.mask or "none", x.off_mask) if found.masks else ()
-        rows.append((x.name, x.pattern, "yes" if x.two_four else "no", *mask, x.sparsity))
-    yield Section(table=table(["linear", "pattern", "2:4", *compared, _SPARSITY], rows))
+        rows.append((x.name, x.pattern, "yes" if x.two_four else "no", *mask, x.sparsity, *_spectra([x])))
+    yield Section(table=table(["linear", "pattern", "2:4", *compared, _SPARSITY, *_SPECTRA], rows))
     kinds: dict[str, list[Inspected]] = {}
     for linear in found.linears:
         kinds.setdefault(kind_of(linear.name), []).append(linear)
-    sums = [(kind, _patterns(some), len(some), sparsity_of(some)) for kind, some in kinds.items()]
-    yield Section(table=table(["module", "patterns", Column("linears", "d"), _SPARSITY], sums))
+    sums = [(kind, _patterns(some), len(some), sparsity_of(some), *_spectra(some)) for kind, some in kinds.items()]
+    yield Section(table=table(["module", "patterns", Column("linears", "d"), _SPARSITY, *_SPECTRA], sums))
     fits = sum(x.two_four for x in found.linears)
     off = sum(x.off_mask or 0 for x in found.linears)
     also = f"; compared with {found.masks}, {off} weights are not zero that it drops" if found.masks else ""
     counted = f"sparsity {found.sparsity:.2%} of {len(found.linears)} linears; 2:4 holds for {fits}"
+    also += f"; changes are from {found.base}" if found.base else ""
+    if found.unread:
+        also += f"; no W_Q^T W_K in {count_of(found.unread, 'block')}: {found.unread[0].partition(';')[0]}"
     yield Section(note=f"{found.folder}: {counted}{also}")
+
+
+def _spectra(linears: Sequence[Inspected]) -> list[Any]:
+    """Return the values of `_SPECTRA`: medians over some linears, and over all their heads with least and most."""
+    heads = [rank for x in linears for rank in x.heads]
+    rows = [(x.stable_rank, *(astuple(x.change) if x.change else [None] * 5)) for x in linears]
+    known = ([value for value in values if value is not None] for values in zip(*rows, strict=True))
+    first, *others = (statistics.median(some) if some else None for some in known)
+    return [first, Spread.of(heads) if heads else None, *others]
+
+
+def draw_inspection(found: Inspection, path: Path) -> Iterator[Section]:
+    """Draw what there is beside zeros over the blocks: a panel for each column, a line for each kind of linear."""
+    groups: dict[tuple[str, str], list[Inspected]] = {}
+    for x in found.linears:
+        groups.setdefault((kind_of(x.name), next(filter(str.isdecimal, x.name.split(".")), "")), []).append(x)
+    panels: dict[str, dict[str, tuple[list[float], list[float]]]] = {}
+    for (kind, block), some in groups.items():
+        for column, value in zip(_SPECTRA, _spectra(some), strict=True):
+            if value is not None:
+                blocks, values = panels.setdefault(column.name, {}).setdefault(kind, ([], []))
+                blocks.append(int(block))
+                values.append(value.median if isinstance(value, Spread) else value)
+    if panels:
+        plots.error_by_layer(path, "", panels)
+        yield Section(figures=({"file": path.name, "caption": f"Medians by decoder block: {', '.join(panels)}."},))
 
 
 def _patterns(linears: Sequence[Inspected]) -> str:

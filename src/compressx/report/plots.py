@@ -67,9 +67,13 @@ _STYLE: Any = {
 def error_by_layer(path: Path, quantity: str, panels: Mapping[str, Mapping[str, Line]]) -> None:
     """Draw a quantity over the decoder blocks, one line per label; logarithmic if all values are positive.
 
-    Block numbers and values are given by panel title and line label. All panels share both axes.
+    Block numbers and values are given by panel title and line label. All panels share both axes; where `quantity` is
+    empty, each has a vertical axis of its own.
     """
-    _draw_lines(path, panels, across="decoder block", up=quantity, columns=3, size=(4.6, 3.2), marked=True)
+    _draw_lines(
+        path, panels, across="decoder block", up=quantity, columns=3, size=(4.6, 3.2), marked=True,
+        one_scale=bool(quantity),
+    )  # fmt: skip
 
 
 def curves(path: Path, panels: Mapping[str, Mapping[str, Sequence[float]]]) -> None:

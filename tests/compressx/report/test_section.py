@@ -137,7 +137,7 @@ def test_control_characters_of_names_reach_neither_terminal_nor_pages(capsys: An
 
 
 def test_an_error_does_not_move_the_cursor(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: object) -> None:
+    def fails(*_: object, **_more: object) -> None:
         raise ArtifactError(f"{FORGED}\nanother line")
 
     monkeypatch.setattr("compressx.masks.inspect.inspect", fails)
