@@ -12,13 +12,13 @@ from typing import Any
 import torch
 
 from compressx.api.patterns import Structured
-from compressx.models.access import Access, weights_fingerprint
+from compressx.models.access import weights_fingerprint
 from compressx.models.architecture import find_blocks, survey
 from compressx.models.checkpoint import Checkpoint, find_checkpoint
 from compressx.models.export import refuse_overwriting
 from compressx.models.loading import dtype_of, load_skeleton, load_tokenizer
 from compressx.models.shards import OUTSIDE
-from compressx.models.streaming import open_model
+from compressx.models.streaming import open_base
 from compressx.planning.plan import Plan
 from compressx.recipe.rules import matches
 from compressx.runtime.errors import ArtifactError, Mistakes, RecipeError, UnsupportedModelError, did_you_mean
@@ -60,13 +60,14 @@ class OpenBase(Stage):
         """Return the bytes of the base that are in memory: those of the largest block, where it is streamed."""
         if state.recipe.base is None:
             return {}
-        parts = [state.skeleton] if not _streams(state) else [*find_blocks(state.skeleton).values()]
+        whole = not state.recipe.base.streaming or find_checkpoint(state.recipe.base).gguf_file is not None
+        parts = [state.skeleton] if whole else [*find_blocks(state.skeleton).values()]
         most = max(sum(p.numel() for p in part.parameters()) for part in parts)
-        return {"the base" if not _streams(state) else "a block of the base": most * state.dtype.itemsize}
+        return {"the base" if whole else "a block of the base": most * state.dtype.itemsize}
 
     def run(self, state: RunState) -> None:
         """Open it."""
-        state.base = open_base(state)
+        open_base_of(state)
 
 
 class TakeFromBase(Stage):
@@ -100,19 +101,11 @@ class TakeFromBase(Stage):
             yield f"What was pruned is the difference from `{report.base}`: dropped weights are those of that model."
 
 
-def open_base(state: RunState) -> Access | None:
-    """Open the base of a recipe, streamed where it can be; None without one."""
-    if (source := state.recipe.base) is None:
-        return None
-    with state.loaded.at("base"):
-        return open_model(find_checkpoint(source), _streams(state), state.device)
-
-
-def _streams(state: RunState) -> bool:
-    """Return whether the base's weights stay on disk: not if the recipe says no, or the file has to be converted."""
-    source = state.recipe.base
-    assert source is not None  # noqa: S101 - the callers have looked
-    return bool(source.streaming) and find_checkpoint(source).gguf_file is None
+def open_base_of(state: RunState) -> None:
+    """Open the base of a recipe, if it has one."""
+    if state.recipe.base is not None:
+        with state.loaded.at("base"):
+            state.base = open_base(state.recipe.base, state.device)
 
 
 def _check_base(state: RunState, checkpoint: Checkpoint) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from compressx.allocation.units import zeros_of
 from compressx.api.names import folded, kind_of
-from compressx.masks.inspect import sparsity_of
+from compressx.masks.inspect import AS_BASE, sparsity_of
 from compressx.report import plots
 from compressx.report.section import Column, Section, Value, count_of, estimates, table
 from compressx.report.speeds import Spread
@@ -170,7 +170,11 @@ def of_inspection(found: Inspection) -> Iterator[Section]:
     yield Section(table=table(["module", "patterns", Column("linears", "d"), _SPARSITY, *_SPECTRA], sums))
     fits = sum(x.two_four for x in found.linears)
     off = sum(x.off_mask or 0 for x in found.linears)
-    also = f"; compared with {found.masks}, {off} weights are not zero that it drops" if found.masks else ""
+    based = any(x.mask and x.mask.endswith(AS_BASE) for x in found.linears)
+    counts = f"{off} weights are not {'of the base' if based else 'zero'} that it drops"
+    if based and not found.base:
+        counts = "which drops to the weights of a base: give it by --base"
+    also = f"; compared with {found.masks}, {counts}" if found.masks else ""
     counted = f"sparsity {found.sparsity:.2%} of {len(found.linears)} linears; 2:4 holds for {fits}"
     also += f"; changes are from {found.base}" if found.base else ""
     if found.unread:

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from compressx.api.projections import find_projections, head_size
 from compressx.api.pruner import Block, Linear
 from compressx.masks.file import MaskEntry, read_masks
 from compressx.masks.maskset import shrunk_note
-from compressx.models.access import Access
+from compressx.models.access import Access, with_base
 from compressx.models.architecture import survey, text_config
 from compressx.models.checkpoint import find_checkpoint
 from compressx.models.packed_folder import Sizes, is_packed, sizes_of
 from compressx.models.shards import OUTSIDE
-from compressx.models.streaming import open_model
+from compressx.models.streaming import open_base, open_model
 from compressx.numerics.masked import count_in_groups, pattern_mismatch
 from compressx.numerics.spectra import Change, squared_singular_values, stable_rank, stable_ranks_of_heads
 from compressx.recipe.sources import ModelSource
@@ -30,6 +29,9 @@ from compressx.runtime.finite import refuse_damage
 
 _GROUPS = (4, 8, 16, 32)
 """The values of M that N:M patterns are searched with; hardware supports 4."""
+
+AS_BASE = ", as base"
+"""Ends what is said of a mask that drops weights to a base's."""
 
 _FULL = 0.98
 """Minimum fraction of groups with exactly N kept weights for zeros to be called N:M."""
@@ -45,8 +47,9 @@ class Inspected:
         zeros: number of zero weights.
         pattern: from `pattern_of`.
         two_four: whether every four consecutive input features keep two at most, as sparse tensor cores require.
-        mask: pruner and pattern in the masks file, or None if the linear has no mask.
-        off_mask: number of nonzero weights that the mask drops, or None if the linear has no mask.
+        mask: pruner and pattern in the masks file, with `AS_BASE` if so, or None if the linear has no mask.
+        off_mask: number of nonzero weights that the mask drops, or None if the linear has no mask. Where the mask drops
+            to a base's weights, of those that are not the base's; None if no base is given.
         stable_rank: of the weight, with spectra.
         heads: with spectra, at the linear of the queries: the stable rank of W_Q^T W_K of each head.
         change: what differs from the base, with one.
@@ -152,64 +155,50 @@ def inspect(
             with a base or spectra, weights that are not finite.
     """
     access = open_model(find_checkpoint(source), source.streaming, torch.device("cpu"))
+    names = [str(x.path or x.id or x.package) for x in (source, base) if x is not None]
+    if base is not None:
+        access = replace(access, base=open_base(base, torch.device("cpu")))  # type: ignore[type-var]
+        _refuse_other_linears(access, names)
     path = None if source.path is None else source.path.expanduser()
     if masks is None and path is not None and not shrunk_note(access.model):
         above = path.parent if path.name else path.resolve().parent  # of `.` the parent has no name of its own
         beside = [path, *([above] if path.resolve().name == "model" else [])]
         masks = next((p / "masks.safetensors" for p in beside if (p / "masks.safetensors").is_file()), None)
     entries = {} if masks is None else read_masks(masks)
-    asked = _Asked(access.model, source, base, spectrum)
+    unread: list[str] = []
     try:
-        found = tuple(_inspected(access, asked, entries, progress))
+        found = tuple(_inspected(access, names, entries, unread if spectrum else None, progress))
     except _OtherModelError as error:
         told = shrunk_note(access.model) or "; give this model's masks with --masks"
         raise ArtifactError(f"{masks}: {error}{told}") from None
     packed = sizes_of(path) if path is not None and is_packed(path) else None
-    compared, other = None if masks is None else str(masks), asked.names[1] if base else None
-    return Inspection(asked.names[0], found, compared, packed, other, tuple(asked.unread))
+    compared = None if masks is None else str(masks)
+    return Inspection(names[0], found, compared, packed, names[1] if base else None, tuple(unread))
 
 
-class _Asked:
-    """What is asked for of the linears in a model's blocks: spectra, and how they differ from a base's."""
+def _refuse_other_linears(access: Access, names: Sequence[str]) -> None:
+    """Refuse a base with other linears than the model's."""
+    assert access.base is not None  # noqa: S101 - the caller has set it
+    here, there = (survey(x.model).linears for x in (access, access.base))
+    for name in dict.fromkeys((*here, *there)):
+        shapes = [[*x[name].held.shape] if name in x else "missing" for x in (there, here)]
+        if shapes[0] != shapes[1]:
+            raise ArtifactError(
+                f"{names[1]}: {name} is {shapes[0]}, and {shapes[1]} in {names[0]}; expected the model that it was "
+                "tuned from, of the same shapes"
+            )
 
-    def __init__(self, skeleton: Any, source: ModelSource, base: ModelSource | None, spectrum: bool) -> None:
-        self.names = [str(x.path or x.id or x.package) for x in (source, base) if x is not None]
-        self.surveyed, self.config, self.spectrum = survey(skeleton), text_config(skeleton), spectrum
-        self.unread: list[str] = []
-        self.before: Mapping[str, Linear] = {}
-        if base is not None:
-            checkpoint = find_checkpoint(base)
-            streaming = bool(base.streaming) and checkpoint.gguf_file is None
-            self.base = open_model(checkpoint, streaming, torch.device("cpu"))
-            self.before = survey(self.base.model).linears
-            both = (self.surveyed.linears, self.before)
-            for name in dict.fromkeys((*both[0], *both[1])):
-                here, there = ([*linears[name].weight.shape] if name in linears else "missing" for linears in both)
-                if here != there:
-                    told = f"{self.names[1]}: {name} is {there}, and {here} in {self.names[0]}"
-                    raise ArtifactError(f"{told}; expected the model that it was tuned from, of the same shapes")
 
-    def measured(self, fqn: str, block: nn.Module) -> Mapping[str, dict[str, Any]]:
-        """Return fields of `Inspected` by linear of a loaded block; the base's is loaded beside it."""
-        linears, found = self.surveyed.inside(fqn), defaultdict[str, dict[str, Any]](dict)
-        if self.before or self.spectrum:
-            refuse_damage(block, f"{self.names[0]}: {fqn}")
-        if self.spectrum:
-            for name, linear in linears.items():
-                found[name]["stable_rank"] = float(stable_rank(squared_singular_values(linear.weight)))
-            try:
-                attention = find_projections(whole := Block(0, fqn, block, linears, (), self.config))
-                size = head_size(whole.submodule(attention.attention), self.config)
-                ranks = stable_ranks_of_heads(attention.query.weight, attention.key.weight, size)
-                found[attention.query.name]["heads"] = tuple(ranks.tolist())
-            except UnsupportedModelError as error:
-                self.unread.append(str(error))
-        if self.before:
-            with self.base.materialise(fqn) as other:
-                refuse_damage(other, f"{self.names[1]}: {fqn}")
-                for name, linear in linears.items():
-                    found[name]["change"] = Change.of(linear.weight, self.before[name].weight, spectrum=self.spectrum)
-        return found
+def _heads(block: Block) -> tuple[str, tuple[float, ...]]:
+    """Return the linear of a block's queries, and the stable rank of W_Q^T W_K of each head.
+
+    Raises:
+        UnsupportedModelError: an attention whose queries and keys are no linears of heads.
+    """
+    attention = find_projections(block)
+    size = head_size(block.submodule(attention.attention), block.config)
+    ranks = stable_ranks_of_heads(attention.query.weight, attention.key.weight, size)
+    return attention.query.name, tuple(ranks.tolist())
 
 
 class _OtherModelError(Exception):
@@ -218,29 +207,53 @@ class _OtherModelError(Exception):
 
 @torch.no_grad()
 def _inspected(
-    access: Access, asked: _Asked, entries: Mapping[str, MaskEntry], progress: Callable[[str], None]
-) -> Iterator[Inspected]:
-    """Inspect every linear in the blocks, and those outside that have a mask."""
-    surveyed = asked.surveyed
+    access: Access, names: Sequence[str], entries: Mapping[str, MaskEntry], unread: list[str] | None,
+    progress: Callable[[str], None],
+) -> Iterator[Inspected]:  # fmt: skip
+    """Inspect every linear in the blocks, and those outside that have a mask; with `unread`, also spectra."""
+    surveyed, config = survey(access.model), text_config(access.model)
     if unknown := entries.keys() - surveyed.linears.keys() - surveyed.outside.keys():
-        raise _OtherModelError(f"it has a mask for {min(unknown)}, which {asked.names[0]} does not have")
+        raise _OtherModelError(f"it has a mask for {min(unknown)}, which {names[0]} does not have")
     for fqn in (*surveyed.blocks, OUTSIDE):
         progress(fqn)
-        linears = {n: x for n, x in surveyed.linears.items() if fqn != OUTSIDE and n.startswith(f"{fqn}.")}
-        if fqn == OUTSIDE:
-            linears = {n: x for n, x in surveyed.outside.items() if n in entries}
-        with access.materialise(fqn) as module:
-            more = {} if fqn == OUTSIDE else asked.measured(fqn, module)
+        inside = {n: x for n, x in surveyed.outside.items() if n in entries} if fqn == OUTSIDE else surveyed.inside(fqn)
+        with access.materialise(fqn) as module, with_base(access, fqn, inside) as linears:
+            spectrum = unread is not None and fqn != OUTSIDE
+            if (spectrum or access.base is not None) and fqn != OUTSIDE:
+                refuse_damage(module, f"{names[0]}: {fqn}")
+            if access.base is not None and fqn != OUTSIDE:
+                refuse_damage(access.base.model.get_submodule(fqn), f"{names[1]}: {fqn}")
+            heads: dict[str, tuple[float, ...]] = {}
+            if unread is not None and spectrum:
+                try:
+                    heads = dict([_heads(Block(0, fqn, module, inside, (), config))])
+                except UnsupportedModelError as error:
+                    unread.append(str(error))
             for name, linear in linears.items():
-                zero = linear.weight == 0
-                shape = (linear.out_features, linear.in_features)
-                entry, off = entries.get(name), None
-                if entry is not None:
-                    if entry.keep.shape != zero.shape:
-                        raise _OtherModelError(f"{name}: its mask is {[*entry.keep.shape]}, the weight {list(shape)}")
-                    if unlike := pattern_mismatch(entry.keep, entry.pattern):
-                        raise _OtherModelError(f"{name}: its mask is called {entry.pattern}, but is none: {unlike}")
-                    off = int((~entry.keep & ~zero).sum())
-                mask = None if entry is None else f"{entry.pruner} {entry.pattern}"
-                counted = (int(zero.sum()), pattern_of(zero), fits_two_four(zero), mask, off)
-                yield Inspected(name, shape, *counted, **more.get(name, {}))
+                zero, entry = linear.held == 0, entries.get(name)
+                dropped = zero if entry is None or entry.base is None else _as_base(linear)
+                mask = None if entry is None else f"{entry.pruner} {entry.pattern}{AS_BASE if entry.base else ''}"
+                yield Inspected(
+                    name, (linear.out_features, linear.in_features), int(zero.sum()), pattern_of(zero),
+                    fits_two_four(zero), mask,
+                    None if entry is None else _off_mask(name, entry, dropped),
+                    float(stable_rank(squared_singular_values(linear.held))) if spectrum else None,
+                    heads.get(name, ()),
+                    None if linear.base is None else Change.of(linear.held, linear.base, spectrum=spectrum),
+                )  # fmt: skip
+
+
+def _as_base(linear: Linear) -> Tensor | None:
+    """Return which weights are the base's; None without one."""
+    return None if linear.base is None else linear.held == linear.base
+
+
+def _off_mask(name: str, entry: MaskEntry, dropped: Tensor | None) -> int | None:
+    """Count the weights that a mask drops and that are not zero, or not the base's; None if that is not known."""
+    if dropped is None:
+        return None
+    if entry.keep.shape != dropped.shape:
+        raise _OtherModelError(f"{name}: its mask is {[*entry.keep.shape]}, the weight {[*dropped.shape]}")
+    if unlike := pattern_mismatch(entry.keep, entry.pattern):
+        raise _OtherModelError(f"{name}: its mask is called {entry.pattern}, but is none: {unlike}")
+    return int((~entry.keep & ~dropped).sum())

@@ -20,10 +20,10 @@ from compressx.models import shards
 from compressx.models.access import Access, InMemory, WriteBehind, block_file
 from compressx.models.architecture import find_blocks, survey, text_config
 from compressx.models.blockwise import InFiles, capture, each_block, in_memory, run_around
-from compressx.models.checkpoint import Checkpoint, local_folder
+from compressx.models.checkpoint import Checkpoint, find_checkpoint, local_folder
 from compressx.models.loading import load_empty, load_model, load_offloaded, untie_own_head
 from compressx.models.shards import OUTSIDE, Shards, save_model
-from compressx.recipe.sources import Streaming
+from compressx.recipe.sources import ModelSource, Streaming
 from compressx.runtime.errors import ArtifactError
 from compressx.runtime.machine import free_main_memory
 from compressx.runtime.modes import return_freed_memory
@@ -232,6 +232,16 @@ def open_model(checkpoint: Checkpoint, streaming: Streaming, device: torch.devic
     if streaming is True or (streaming == "auto" and is_larger_than_memory(checkpoint, device)):
         return open_streamed(checkpoint, device)
     return InMemory(load_model(checkpoint).to(device))
+
+
+def open_base(source: ModelSource, device: torch.device) -> Access:
+    """Open the model that another was fine-tuned from, streamed unless its source says no or it has to be converted.
+
+    Raises:
+        CompressxError: as for `open_model`.
+    """
+    checkpoint = find_checkpoint(source)
+    return open_model(checkpoint, bool(source.streaming) and checkpoint.gguf_file is None, device)
 
 
 def open_streamed(checkpoint: Checkpoint, device: torch.device | str = "cpu") -> StreamedModel:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from compressx.allocation.methods import allocate, stored_windows
-from compressx.blocks.base import open_base
+from compressx.blocks.base import open_base_of
 from compressx.blocks.fisher import CHANNEL_WINDOWS, ROW_WINDOWS, FisherDiagonal, fisher_diagonal
 from compressx.blocks.prune import prune_model, resumable
 from compressx.models.architecture import survey
@@ -111,7 +111,8 @@ def _open(state: RunState) -> None:
     state.report_progress("load", 0, 2)
     read_calibration_text(state)
     state.report_progress("load", 1, 2)
-    state.access, state.base = state.open(), open_base(state)
+    state.access = state.open()
+    open_base_of(state)
     choose_arithmetic(state)
 
 

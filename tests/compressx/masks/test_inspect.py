@@ -21,6 +21,7 @@ from compressx.masks import MaskSet
 from compressx.masks import inspect as inspect_module
 from compressx.masks.file import MaskEntry
 from compressx.masks.inspect import fits_two_four, inspect, pattern_of
+from compressx.models import streaming
 from compressx.models.streaming import open_model
 from compressx.recipe.sources import ModelSource
 from compressx.testing import tiny_model
@@ -186,7 +187,8 @@ def test_without_spectra_no_singular_value_is_taken_and_without_a_base_nothing_i
 
 def test_the_base_is_streamed_beside_the_model_and_a_gguf_file_is_loaded_whole(tuned, monkeypatch):
     opened = []
-    monkeypatch.setattr(inspect_module, "open_model", lambda *given: opened.append(given[1]) or open_model(*given))
+    for module in (inspect_module, streaming):
+        monkeypatch.setattr(module, "open_model", lambda *given: opened.append(given[1]) or open_model(*given))
     inspect(source_of(str(tuned / "model")), base=source_of(str(tuned / "base")))
     file = source_of(str(write_gguf(tuned / "tiny.gguf")))
     found = inspect(file, base=file)

@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from tests.compressx.cli.commands import printed
 from tests.compressx.pipeline.runs import recipe, same, weights
 from tests.compressx.processes import in_two
 from tests.compressx.saved import save_tiny
 
 import compressx
+from compressx.masks.inspect import inspect
 from compressx.masks.maskset import MaskSet
 from compressx.models.checkpoint import find_checkpoint
 from compressx.models.loading import load_model, load_tokenizer
@@ -260,6 +262,20 @@ def test_masks_of_a_difference_need_their_base(tuned: tuple[Path, Path]) -> None
         masks.apply(dense, base=dense)
     masks.apply(dense, original=True, base=theirs)
     assert same(dict(dense.state_dict()), weights("out"))
+
+
+def test_inspect_counts_the_weights_that_are_not_the_bases_though_a_mask_drops_them(tuned: tuple[Path, Path]) -> None:
+    base, model = tuned
+    run(recipe(model, base={"path": str(base)}))
+    for asked, counts in (("out", 0), (str(model), 1)):
+        source = ModelSource(path=Path(asked))
+        found = inspect(source, Path("out/masks.safetensors"), base=ModelSource(path=base))
+        dropped = sum(x.shape[0] * x.shape[1] for x in found.linears) // 2
+        assert sum(x.off_mask or 0 for x in found.linears) == counts * dropped
+        assert {x.mask for x in found.linears} == {"wanda 50% row, as base"}
+    text = printed("inspect", "out")
+    assert "compared with out/masks.safetensors, which drops to the weights of a base: give it by --base" in text
+    assert "0 weights are not of the base that it drops" in printed("inspect", "out", "--base", str(base))
 
 
 def test_dares_expected_difference_is_the_difference(tuned: tuple[Path, Path]) -> None:
