@@ -167,6 +167,9 @@ trust_option = click.option(
     "--trust-remote-code", is_flag=True, help="Run Python code that comes with the model; only if you trust it."
 )
 revision_option = click.option("--revision", help="Branch, tag or commit of a model on the hub.")
+base_option = click.option(
+    "--base", metavar="MODEL", help="Of a packed fine-tune: folder or hub id of the model that it was packed against."
+)
 dtype_option = click.option(
     "--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), default="auto", show_default=True
 )

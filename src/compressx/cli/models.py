@@ -16,6 +16,7 @@ import click
 from compressx.cli.common import (
     PATH,
     Host,
+    base_option,
     device_option,
     dtype_option,
     errors_for_users,
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 @click.option("--limit", help="Documents per task.")
 @click.option("--trust-task-code", is_flag=True, default=None, help="Run Python code that task files bring.")
 @dtype_option
+@base_option
 @revision_option
 @trust_option
 @device_option
@@ -49,7 +51,7 @@ if TYPE_CHECKING:
 @errors_for_users
 def evaluate(
     host: Host, /, model: str, masks: Path | None, recipe: Path | None, overrides: tuple[str, ...], dtype: str,
-    revision: str | None, trust_remote_code: bool, device: str, as_json: bool, **lm_eval: Any,
+    base: str | None, revision: str | None, trust_remote_code: bool, device: str, as_json: bool, **lm_eval: Any,
 ) -> None:  # fmt: skip
     """Measure MODEL: an output folder, a model folder, a .gguf file or a hub id.
 
@@ -69,7 +71,7 @@ def evaluate(
     settings, select = measures(recipe, asked, plugins, perplexity="tasks" not in given)
     selecting = None if select is None else Selecting(select, plugins)
     trusted = trust_remote_code or (recipe is not None and load_recipe(recipe, asked).recipe.model.trust_remote_code)
-    source = source_of(model, dtype=dtype, revision=revision, trust_remote_code=trusted)
+    source = source_of(model, dtype=dtype, revision=revision, trust_remote_code=trusted, base=base)
     with terminal.progress(quiet=as_json) as tell:
         figures = evaluate_saved(
             source, settings, plugins, masks=masks, selecting=selecting, device=device,
@@ -87,13 +89,12 @@ def evaluate(
 @click.option("--pruner", default="sparsegpt", show_default=True, shell_complete=plugin_names,
               help="Pruner of the first rule.")  # fmt: skip
 @dtype_option
+@base_option
 @revision_option
 @trust_option
 @click.pass_obj
 @errors_for_users
-def init(
-    host: Host, model: str, output: Path | None, pruner: str, dtype: str, revision: str | None, trust_remote_code: bool
-) -> None:
+def init(host: Host, /, model: str, output: Path | None, pruner: str, **found: Any) -> None:
     """Write a recipe for MODEL, with its linears, their sizes and the pruners that take them as comments.
 
     MODEL is a model folder, a .gguf file, a hub id or an output folder. Its config is read, but no weights.
@@ -108,7 +109,7 @@ def init(
 
     if output is not None and output.exists():
         raise ArtifactError(f"{output} exists and is not overwritten; name a new file after --output")
-    source = source_of(model, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code)
+    source = source_of(model, **found)
     text = draft(source, model, load_skeleton(find_checkpoint(source)), host.plugins(), pruner)
     if output is None:
         click.echo(text, nl=False)
@@ -124,18 +125,17 @@ def init(
 @click.option("--output", type=PATH, required=True, help="Folder to write the masked model to.")
 @click.option("--original", is_flag=True, help="Require the weights that were pruned, byte for byte.")
 @dtype_option
+@base_option
 @revision_option
 @trust_option
 @errors_for_users
-def apply(
-    masks: Path, model: str, output: Path, original: bool, dtype: str, revision: str | None, trust_remote_code: bool
-) -> None:
+def apply(masks: Path, model: str, output: Path, original: bool, **found: Any) -> None:
     """Apply saved MASKS to MODEL, any checkpoint with the same shapes, and save it."""
     from compressx.cli import tables, terminal
     from compressx.evaluation.saved import apply_masks, source_of
 
-    source = source_of(model, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code)
-    terminal.show(*tables.of_applied(apply_masks(masks, source, output, original=original), output))
+    applied = apply_masks(masks, source_of(model, **found), output, original=original)
+    terminal.show(*tables.of_applied(applied, output))
 
 
 @click.command(epilog="Example: compressx inspect runs/one --json")
@@ -195,6 +195,7 @@ def inspect(
 @click.option("--max-new-tokens", type=int, default=50, show_default=True, help="Tokens to write at most.")
 @click.option("--show-kept", is_flag=True, help="Also print what was read, on standard error.")
 @dtype_option
+@base_option
 @revision_option
 @trust_option
 @device_option
@@ -203,8 +204,8 @@ def inspect(
 @errors_for_users
 def generate(
     host: Host, /, model: str, prompt_file: Path | None, prompt: str | None, question: str, full: bool,
-    max_new_tokens: int, show_kept: bool, dtype: str, revision: str | None, trust_remote_code: bool, device: str,
-    as_json: bool, **selection: Any,
+    max_new_tokens: int, show_kept: bool, dtype: str, base: str | None, revision: str | None, trust_remote_code: bool,
+    device: str, as_json: bool, **selection: Any,
 ) -> None:  # fmt: skip
     """Let MODEL answer a long prompt of which it reads the selected tokens only, the likeliest token each time.
 
@@ -220,7 +221,7 @@ def generate(
     if max_new_tokens < 1:
         raise RecipeError(f"--max-new-tokens {max_new_tokens}: expected at least 1")
     text = _prompt(prompt_file, prompt)
-    source = source_of(model, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code)
+    source = source_of(model, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code, base=base)
     selecting = _selecting(host, source, selection, full=full)
     with terminal.under_way() as tell:
         answer = answer_saved(source, text, question, max_new_tokens, selecting=selecting, device=device, progress=tell)
@@ -303,6 +304,7 @@ def _flag(*loc: object) -> str:
 @click.option("--semi-structured", is_flag=True, help="Convert 2:4 weights for the sparse tensor cores of a GPU.")
 @click.option("--output", type=PATH, help="Folder for bench.md, bench.json and bench.svg.")
 @dtype_option
+@base_option
 @revision_option
 @trust_option
 @device_option
@@ -310,8 +312,8 @@ def _flag(*loc: object) -> str:
 @errors_for_users
 def bench(
     models: tuple[str, ...], prompts: tuple[str, ...], news: tuple[str, ...], batch: int, rounds: int,
-    threads: int | None, semi_structured: bool, output: Path | None, dtype: str, revision: str | None,
-    trust_remote_code: bool, device: str, as_json: bool,
+    threads: int | None, semi_structured: bool, output: Path | None, base: str | None, device: str, as_json: bool,
+    **found: Any,
 ) -> None:  # fmt: skip
     """Time each MODEL reading prompts (prefill) and writing after them (decode), in turn, round by round.
 
@@ -322,6 +324,7 @@ def bench(
     from compressx.evaluation.bench import BenchSettings
     from compressx.evaluation.bench import bench as timed
     from compressx.evaluation.saved import source_of
+    from compressx.models.packed_folder import needs_base
     from compressx.report.speeds import Length
     from compressx.runtime.files import os_errors_named
 
@@ -332,14 +335,15 @@ def bench(
     if output is not None:
         with os_errors_named("write", output):  # before the minutes that timing takes
             output.mkdir(parents=True, exist_ok=True)
-    sources = [source_of(m, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code) for m in models]
+    differing = [m for m in models if base is not None and needs_base(m)] or models  # if none does, all refuse it
+    sources = [source_of(m, base=base if m in differing else None, **found) for m in models]
     with terminal.under_way() as tell:
-        found = timed(sources, asked, progress=tell)
+        speeds = timed(sources, asked, progress=tell)
     if as_json:
-        click.echo(json.dumps(found.to_dict(), indent=1))
+        click.echo(json.dumps(speeds.to_dict(), indent=1))
     else:
-        terminal.show(*found.sections())
-    files = [] if output is None else found.write(output)  # last, so that no figure is lost if it fails
+        terminal.show(*speeds.sections())
+    files = [] if output is None else speeds.write(output)  # last, so that no figure is lost if it fails
     if files and not as_json:
         click.echo(f"written to {', '.join(map(str, files))}")
 
@@ -362,43 +366,46 @@ def _numbers(option: str, given: tuple[str, ...]) -> list[int]:
 @click.option("-o", "--output", type=PATH, help="New folder to write; by default MODEL-packed.")
 @click.option("--compress/--no-compress", default=True, show_default=True,
               help="Compress masks and exponents, or store nothing but bit masks and values.")  # fmt: skip
+@click.option("--base", metavar="MODEL",
+              help="Store only what differs from this model, a folder or hub id; unpacking needs it.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print the sizes as JSON.")
 @errors_for_users
-def pack(model: Path, output: Path | None, compress: bool, as_json: bool) -> None:
-    """Write MODEL, an output folder or a model's folder, without its zeros.
+def pack(model: Path, output: Path | None, compress: bool, base: str | None, as_json: bool) -> None:
+    """Write MODEL, an output folder or a model's folder, without its zeros, or without what a base model has, too.
 
     Nothing is lost: compressx unpack restores every byte, and compressx reads packed folders like others.
     """
     from compressx.cli import terminal
-    from compressx.models.checkpoint import find_local
+    from compressx.models.checkpoint import find_base, find_local
     from compressx.models.packed_folder import pack_folder
     from compressx.runtime.errors import UnsupportedModelError
 
     if find_local(model).is_file():
         raise UnsupportedModelError(f"{model} is a GGUF file, which has a format of its own; pack reads safetensors")
     output = output or _beside(model, "packed")
-    begin = time.perf_counter()
+    begin, against = time.perf_counter(), None if base is None else find_base(base)
     with terminal.under_way() as tell:
-        sizes = pack_folder(model, output, compress=compress, progress=_file_by_file(tell))
+        sizes = pack_folder(model, output, compress=compress, base=against, progress=_file_by_file(tell))
     _show(sizes, output, time.perf_counter() - begin, as_json=as_json)
 
 
 @click.command(epilog="Example: compressx unpack runs/one-packed")
 @click.argument("folder", type=PATH)
 @click.option("-o", "--output", type=PATH, help="New folder to write; by default FOLDER-unpacked.")
+@base_option
 @click.option("--json", "as_json", is_flag=True, help="Print the sizes as JSON.")
 @errors_for_users
-def unpack(folder: Path, output: Path | None, as_json: bool) -> None:
+def unpack(folder: Path, output: Path | None, base: str | None, as_json: bool) -> None:
     """Restore what compressx pack wrote to FOLDER, byte for byte; every tensor's sha256 is checked."""
     from compressx.cli import terminal
-    from compressx.models.checkpoint import find_local
+    from compressx.models.checkpoint import find_base, find_local
     from compressx.models.packed_folder import unpack_folder
 
     find_local(folder)
     output = output or _beside(folder, "unpacked")
-    begin = time.perf_counter()
+    begin, against = time.perf_counter(), None if base is None else find_base(base)
     with terminal.under_way() as tell:
-        sizes = unpack_folder(folder, output, progress=_file_by_file(tell))
+        sizes = unpack_folder(folder, output, base=against, progress=_file_by_file(tell))
     _show(sizes, output, time.perf_counter() - begin, as_json=as_json)
 
 

@@ -215,17 +215,20 @@ def _patterns(linears: Sequence[Inspected]) -> str:
 
 
 def of_packed(sizes: Sizes) -> Iterator[Section]:
-    """Yield the sizes of a packed model's tensors, with zeros and others, and of its files."""
+    """Yield the sizes of a packed model's tensors, by what is left out of them, and of its files."""
     rows: list[tuple[Value, ...]] = []
+    kinds = {"differences from the base": [tensor for tensor in sizes.tensors if tensor.differs]} if sizes.base else {}
     for kind, masked in (("tensors with zeros", True), ("other tensors", False)):
-        some = [tensor for tensor in sizes.tensors if tensor.masked == masked]
+        kinds[kind] = [tensor for tensor in sizes.tensors if tensor.masked == masked and not tensor.differs]
+    for kind, some in kinds.items():
         dense, packed = (sum(t.bytes for t in some), sum(t.packed_bytes for t in some))
         rows.append((kind, *_shares(dense, packed, sum(t.mask_and_values for t in some))))
     predicted = sum(tensor.mask_and_values for tensor in sizes.tensors)
     rows.append(("files", *_shares(sizes.bytes, sizes.packed_bytes, predicted)))
     megabytes = [Column(name, ".1f") for name in ("dense, MB", "packed, MB")]
     shares = [Column(name, ".2%") for name in ("packed / dense", "masks and values / dense")]
-    yield Section(f"Packed: {sizes.folder}", table=table(["", *megabytes, *shares], rows))
+    note = "" if sizes.base is None else f"to be unpacked with its base, {sizes.base}"
+    yield Section(f"Packed: {sizes.folder}", table=table(["", *megabytes, *shares], rows), note=note)
 
 
 def _shares(dense: int, packed: int, predicted: int) -> tuple[Value, ...]:

@@ -50,17 +50,21 @@ class _EvaluateOptions(Strict):
 
 
 def source_of(
-    model: str, *, dtype: str = "auto", revision: str | None = None, trust_remote_code: bool = False
-) -> ModelSource:
+    model: str, *, dtype: str = "auto", revision: str | None = None, trust_remote_code: bool = False,
+    base: str | None = None,
+) -> ModelSource:  # fmt: skip
     """Parse a model argument: an output folder, a model folder, a .gguf file or a hub id.
 
     Raises:
-        RecipeError: a revision for a model that is not on the hub.
+        RecipeError: a revision for a model that is not on the hub, or a base for one that is.
     """
     source = _SOURCE.validate_python(model)
     if revision is not None and source.id is None:
         raise RecipeError(f"--revision {revision}: {model} is a path, and only hub models have revisions")
-    return source.model_copy(update={"dtype": dtype, "revision": revision, "trust_remote_code": trust_remote_code})
+    if base is not None and source.path is None:
+        raise RecipeError(f"--base {base}: {model} is no folder here, and only packed folders have a base")
+    told = {"dtype": dtype, "revision": revision, "trust_remote_code": trust_remote_code, "base": base}
+    return source.model_copy(update=told)
 
 
 def measures(

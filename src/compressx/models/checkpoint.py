@@ -24,9 +24,10 @@ from typing import Any
 
 from compressx.models.export import model_folder, unfinished
 from compressx.models.gguf_header import values_of
-from compressx.models.packed_folder import is_packed, unpacked
+from compressx.models.packed import Base
+from compressx.models.packed_folder import base_in, is_packed, needs_base, unpacked
 from compressx.models.shards import check_files, files_of
-from compressx.recipe.sources import ModelSource
+from compressx.recipe.sources import ModelSource, long_form
 from compressx.runtime.cache import cache_folder
 from compressx.runtime.errors import (
     ArtifactError,
@@ -236,13 +237,30 @@ def _local_path(source: ModelSource) -> Path:
     assert source.path is not None  # noqa: S101 - the schema gives exactly one source
     path = find_local(source.path)
     if path.is_dir() and is_packed(path):
-        path = unpacked(path)
+        path = unpacked(path, None if source.base is None else find_base(source.base))
+    elif source.base is not None:
+        raise ArtifactError(f"{source.path} is not packed against a base; leave --base, or model.base in a recipe, out")
     if path.is_dir():
         for file in path.iterdir():  # of which transformers opens many
             regular(file)
         check_files(path)
         _refuse_wrapped(path)
     return path
+
+
+def find_base(given: str) -> Base:
+    """Find the model from which a packed one differs: a folder, or a hub id, which is downloaded.
+
+    Errors are those of `find_checkpoint`; also refused are a GGUF file, quantized weights and what has a base itself.
+    """
+    source = ModelSource.model_validate(long_form(("model",), given))
+    if source.path is not None and needs_base(source.path):
+        raise ArtifactError(f"base {given} is packed against a base itself; restore it with compressx unpack first")
+    checkpoint = find_checkpoint(source)
+    if checkpoint.gguf_file is not None:
+        raise UnsupportedModelError(f"base {given} is a GGUF file, expected a model in safetensors; give its folder")
+    name = None if source.path is None else source.path.expanduser().resolve().name
+    return base_in(local_folder(checkpoint), name)
 
 
 def _refuse_wrapped(folder: Path) -> None:

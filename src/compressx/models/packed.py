@@ -1,4 +1,4 @@
-"""The packed file: a safetensors file whose zeros are left out, without loss.
+"""The packed file: a safetensors file whose zeros, or what it shares with a base, are left out, without loss.
 
 The file has the tensors of the original under their names. A tensor that gets smaller is stored as uint8 [bytes]; the
 others are as they were. The metadata key `compressx` holds JSON: `format`, `version`, `header` (the original's header,
@@ -18,6 +18,12 @@ and the lengths of its streams in bytes. Streams and pieces follow each other wi
 A stream that is shorter than its content is compressed with DEFLATE (RFC 1951). Only its Huffman codes are used, since
 numbers do not repeat. On the exponents of bfloat16 they are smaller than zstandard, and as small as ZipNN. A mask with
 two of four takes 2.6 bits of 4, the entropy of its 6 combinations.
+
+A file that is packed against a base model has version 2 and two keys more: `base` in the metadata, the name of that
+model for messages, and `base` of a tensor, the sha256 of the base's tensor with the same name, dtype and shape. What is
+packed of such a tensor is its difference from that one, modulo 2^bits, with all bits but the highest inverted where the
+highest is set. So equal elements are zeros, and small differences of either sign have zeros above. Where all weights
+moved by about a hundredth this is a seventh smaller than their XOR. A tensor that gains nothing is packed as above.
 """
 
 from __future__ import annotations
@@ -29,6 +35,7 @@ import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Literal, NamedTuple, TypeAlias
 
@@ -49,6 +56,8 @@ MOST = 1032
 _SAMPLE = 2**16
 _WORTH = 7.9
 """A stream is compressed if a sample of its bytes has at most this entropy, in bits a byte."""
+_FIRST = 2**18
+"""So many elements of a tensor tell whether its difference from a base is smaller."""
 
 
 def dtype_of_size(size: int) -> np.dtype[Any]:
@@ -134,6 +143,23 @@ def _rotated(elements: Elements, bits: int) -> Elements:
         return elements
     left, right = elements.dtype.type(bits), elements.dtype.type(width - bits)
     return (elements << left) | (elements >> right)
+
+
+def difference(elements: Elements, base: Elements | None) -> Elements:
+    """Return what is stored of elements [elements], given those of the base; themselves if there is none."""
+    return elements if base is None else _folded(elements - base)
+
+
+def restored(stored: Elements, base: Elements | None) -> Elements:
+    """Return the elements of which `difference` returned `stored`."""
+    return stored if base is None else _folded(stored) + base
+
+
+def _folded(numbers: Elements) -> Elements:
+    """Invert all bits but the highest of negative numbers; twice is not at all."""
+    kind, width = numbers.dtype.type, 8 * numbers.itemsize
+    negative = kind(0) - (numbers >> kind(width - 1))  # all bits are set, or none
+    return numbers ^ (negative >> kind(1))
 
 
 def _deflated(stream: NDArray[np.uint8]) -> bytes:
@@ -302,23 +328,62 @@ def sha256_of(file: BinaryIO, start: int, tensor: TensorBytes) -> str:
     return digest.hexdigest()
 
 
+@dataclass(frozen=True)
+class Base:
+    """The model from which tensors differ.
+
+    Attributes:
+        name: of the model, for messages.
+        folder: with its files.
+        tensors: by name; with the file, and the byte after its header.
+    """
+
+    name: str
+    folder: Path
+    tensors: Mapping[str, tuple[Path, int, TensorBytes]]
+
+    def like(self, tensor: TensorBytes) -> bool:
+        """Return whether there is a tensor of the same name, dtype and shape."""
+        _, _, found = self.tensors.get(tensor.name, (None, 0, None))
+        return found is not None and (found.dtype, found.shape) == (tensor.dtype, tensor.shape)
+
+    def pieces(self, name: str, digest: hashlib._Hash) -> Iterator[Elements]:
+        """Yield a tensor as `pieces_of` does, and add what is yielded to a digest."""
+        path, start, tensor = self.tensors[name]
+        with opened(path) as file:
+            for piece in pieces_of(file, start, tensor):
+                digest.update(piece.data)
+                yield piece
+
+
+Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+
+
 class _StoredPiece(BaseModel):
     """The metadata of one tensor."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-    sha256: str = Field(pattern="^[0-9a-f]{64}$")
+    sha256: Sha256
     pieces: Annotated[list[Annotated[list[Size], Field(min_length=2, max_length=10)]], Field(fail_fast=True)] | None
+    base: Sha256 | None = None
 
 
 class _Metadata(BaseModel):
     """The JSON under the metadata key `compressx`; one key, because safetensors writes several in no fixed order."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-    format: Literal["packed"] = "packed"
-    version: Literal[1] = 1
-    digest: str = Field(pattern="^[0-9a-f]{64}$")
+    format: Literal["packed"]
+    version: Literal[1, 2]
+    digest: Sha256
     header: str
     tensors: Annotated[dict[str, _StoredPiece], WrapValidator(one_by_one)]
+    base: str | None = Field(None, max_length=200)
+
+    @model_validator(mode="after")
+    def _of_its_version(self) -> _Metadata:
+        if len({self.version == 2, self.base is not None, any(x.base for x in self.tensors.values())}) > 1:
+            raise ValueError("version 2, and no other, names a base and has tensors that differ from it")
+        return self
 
 
 class _Entry(NamedTuple):
@@ -337,7 +402,8 @@ class _Entry(NamedTuple):
         """Return whether `place` has the bytes of the pieces, and none of them says that it holds more than it can."""
         tensor, pieces = self.tensor, self.stored.pieces
         if pieces is None:
-            return (place.dtype, place.shape, place.bytes) == (tensor.dtype, tensor.shape, tensor.bytes)
+            same = (place.dtype, place.shape, place.bytes) == (tensor.dtype, tensor.shape, tensor.bytes)
+            return same and self.stored.base is None
         return (
             tensor.bytes <= 64 * MOST * place.bytes  # of a mask alone: each bit is an element of eight bytes
             and (place.dtype, place.shape, len(tensor.pieces)) == ("U8", (place.bytes,), len(pieces))
@@ -358,6 +424,7 @@ class PackedTensor:
         bytes: before packing.
         packed_bytes: in the packed file, without its share of the header.
         masked: whether zeros are left out.
+        differs: whether its difference from the base is stored, so that the zeros are what both have.
         mask_and_values: bytes of its masks and stored elements before compression, which is what arithmetic predicts.
     """
 
@@ -365,6 +432,7 @@ class PackedTensor:
     bytes: int
     packed_bytes: int
     masked: bool
+    differs: bool
     mask_and_values: int
 
 
@@ -373,7 +441,9 @@ class PackedFile:
 
     Attributes:
         path: of the file.
-        digest: of the original's header and of every tensor's sha256 and pieces.
+        digest: of the original's header and of every tensor's sha256, pieces and base.
+        base: the name of the model without which it cannot be unpacked, as it was packed against; None if there is
+            none. For messages only: a file must not choose what is opened.
 
     Raises:
         ArtifactError: a file that cannot be read, is truncated, was not written by `pack_file`, or whose metadata have
@@ -386,6 +456,7 @@ class PackedFile:
         self._start = stored.start
         metadata = _metadata(path, stored.metadata.get("compressx"))
         self.digest, self._header = metadata.digest, metadata.header
+        self.base = None if metadata.base is None else one_line(metadata.base)[:200]
         places = {place.name: place for place in stored.tensors}
         self._entries = []
         for tensor in layout_in(self._header, path).tensors:
@@ -411,36 +482,65 @@ class PackedFile:
             counts = [(n, kept) for n, (kept, *_) in zip(tensor.pieces, entry.pieces, strict=True)]
             predicted = sum(kept * tensor.unit + (kept < n) * mask_bytes(n) for n, kept in counts)
             masked = any(kept < n for n, kept in counts)
-            yield PackedTensor(tensor.name, tensor.bytes, entry.end - entry.begin, masked, predicted)
+            differs = entry.stored.base is not None
+            yield PackedTensor(tensor.name, tensor.bytes, entry.end - entry.begin, masked, differs, predicted)
 
-    def unpack(self, target: Path) -> None:
-        """Write the original, byte for byte, atomically.
+    def check_base(self, base: Base | None) -> None:
+        """Refuse a base whose headers show that it is another one, or none where one is needed."""
+        for tensor in (entry.tensor for entry in self._entries if entry.stored.base is not None):
+            if base is None or not base.like(tensor):
+                kind = f"{one_line(tensor.name)[:200]} of {tensor.dtype} {str([*tensor.shape])[:80]}"
+                raise ArtifactError(
+                    f"{self.path} holds what differs from a base model (packed against {self.base}); give that model's "
+                    "folder or hub id by --base, in a recipe by model.base"
+                    + ("" if base is None else f": {base.folder} has no {kind}")
+                )
+
+    def unpack(self, target: Path, *, base: Base | None = None) -> None:
+        """Write the original, byte for byte, atomically; with a base, every tensor that is read of it is checked.
 
         Raises:
-            ArtifactError: a tensor that does not have its sha256, or files that cannot be read or written.
+            ArtifactError: a tensor that does not have its sha256, another base, or files that cannot be read or
+                written.
         """
+        self.check_base(base)
         with opened(self.path) as file, written_whole(target) as beside, beside.open("wb") as out:
             header = self._header.encode()
             out.write(len(header).to_bytes(8, "little") + header)
             for entry in self._entries:
-                digest = hashlib.sha256()
-                for elements in self._decoded(file, entry):
+                digest, below = hashlib.sha256(), hashlib.sha256()
+                name, used = entry.tensor.name, None if entry.stored.base is None else base
+                others = repeat(None) if used is None else used.pieces(name, below)
+                for piece, other in zip(self._decoded(file, entry), others, strict=False):
+                    elements = restored(piece, other)
                     digest.update(elements.data)
                     out.write(elements.data)
+                if used is not None and below.hexdigest() != entry.stored.base:
+                    raise ArtifactError(
+                        f"{used.tensors[name][0]}: {one_line(name)[:200]} is not that of the base that {self.path} was "
+                        f"packed against; give the same weights, to the bit, of {self.base}"
+                    )
                 if digest.hexdigest() != entry.stored.sha256:
                     raise _damaged(self.path, f"{entry.tensor.name} does not have its sha256")
 
-    def is_of(self, original: Path) -> bool:
-        """Return whether a file is the original: it has the same header, and each tensor its sha256.
+    def is_of(self, original: Path, base: Base | None = None) -> bool:
+        """Return whether a file is the original, by header and sha256 of each tensor, and a base that of the packing.
 
         Raises:
-            ArtifactError: the file cannot be read, or is not a safetensors file.
+            ArtifactError: the file cannot be read, or is not a safetensors file; the base lacks a tensor.
         """
         found = layout_of(original)
         if found.header != self._header:
             return False
         with opened(original) as file:
-            return all(sha256_of(file, found.start, entry.tensor) == entry.stored.sha256 for entry in self._entries)
+            same = all(sha256_of(file, found.start, entry.tensor) == entry.stored.sha256 for entry in self._entries)
+        if base is not None and same:
+            self.check_base(base)
+            for tensor, stored, *_ in (entry for entry in self._entries if entry.stored.base is not None):
+                path, start, place = base.tensors[tensor.name]
+                with opened(path) as file:
+                    same = same and sha256_of(file, start, place) == stored.base
+        return same
 
     def _decoded(self, file: BinaryIO, entry: _Entry) -> Iterator[Elements]:
         """Yield the elements of a tensor, piece by piece."""
@@ -454,52 +554,76 @@ class PackedFile:
                 raise _damaged(self.path, f"{entry.tensor.name} cannot be unpacked ({error})") from error
 
 
-def pack_file(source: Path, target: Path, *, compress: bool = True) -> None:
+def pack_file(source: Path, target: Path, *, compress: bool = True, base: Base | None = None) -> None:
     """Write a safetensors file in packed form, atomically; if not `compress`, a tensor is its mask and its values.
 
+    Of a tensor that a base has, too, the difference is stored if that makes its first elements smaller.
+
     Raises:
-        ArtifactError: the source cannot be read, or the target cannot be written.
+        ArtifactError: the source or the base cannot be read, or the target cannot be written.
     """
     text, start, _, tensors = layout_of(source)
-    room, entries = _room(text, tensors), []
+    room, entries = _room(text, tensors, base), []
     with opened(source) as file, written_whole(target) as beside, beside.open("wb") as out:
         out.seek(8 + room)
         for tensor in tensors:
-            digest, pieces, begin = hashlib.sha256(), [], out.tell() - 8 - room
-            for elements in pieces_of(file, start, tensor):
+            digest, below, pieces, begin = hashlib.sha256(), hashlib.sha256(), [], out.tell() - 8 - room
+            used = base if base is not None and _pays(file, start, tensor, base, compress) else None
+            others = repeat(None) if used is None else used.pieces(tensor.name, below)
+            for elements, other in zip(pieces_of(file, start, tensor), others, strict=False):
                 digest.update(elements.data)
-                kept, streams = encode(elements, compress=compress)
+                kept, streams = encode(difference(elements, other), compress=compress)
                 out.writelines(streams)
                 pieces.append([kept, *map(len, streams)])
-            stored = _StoredPiece(sha256=digest.hexdigest(), pieces=None if pieces == _as_it_is(tensor) else pieces)
+            under = None if used is None else below.hexdigest()
+            whole = under is None and pieces == _as_it_is(tensor)
+            stored = _StoredPiece(sha256=digest.hexdigest(), pieces=None if whole else pieces, base=under)
             entries.append(_Entry(tensor, stored, begin, out.tell() - 8 - room))
-        header = _header_of(text, entries)
+        header = _header_of(text, entries, base)
         assert len(header) <= room, f"{target}: the header takes {len(header)} bytes of {room}"  # noqa: S101
         out.seek(0)
         out.write(room.to_bytes(8, "little") + header.ljust(room))
 
 
-def _room(original: str, tensors: Sequence[TensorBytes]) -> int:
+def _pays(file: BinaryIO, start: int, tensor: TensorBytes, base: Base, compress: bool) -> bool:
+    """Return whether the first elements of a tensor are smaller as differences from the base, if that has the tensor.
+
+    Zeros that pruning made are none in a difference, and every tensor of an unrelated model differs.
+    """
+    if not base.like(tensor) or not tensor.pieces:
+        return False
+    elements = next(pieces_of(file, start, tensor))[:_FIRST]
+    ways = (difference(elements, next(base.pieces(tensor.name, hashlib.sha256()))[:_FIRST]), elements)
+    less, plain = (sum(map(len, encode(way, compress=compress)[1])) for way in ways)
+    return less < plain
+
+
+def _room(original: str, tensors: Sequence[TensorBytes], base: Base | None) -> int:
     """Return how long the header can become, since it stands first but is known last.
 
     No number will be larger than here, and what describes tensors as they were is no longer than the original header.
     """
-    entries = []
+    entries, under = [], None if base is None else "0" * 64
     for tensor in tensors:
         pieces = [[n, mask_bytes(n), *[n] * tensor.unit] for n in tensor.pieces]
-        entries.append(_Entry(tensor, _StoredPiece(sha256="0" * 64, pieces=pieces), tensor.begin, tensor.end))
-    length = len(_header_of(original, entries)) + len(original)
+        stored = _StoredPiece(sha256="0" * 64, pieces=pieces, base=under)
+        entries.append(_Entry(tensor, stored, tensor.begin, tensor.end))
+    length = len(_header_of(original, entries, base)) + len(original)
     return length + -length % 8
 
 
-def _header_of(original: str, entries: Sequence[_Entry]) -> bytes:
+def _header_of(original: str, entries: Sequence[_Entry], base: Base | None) -> bytes:
     described: dict[str, Any] = {}
     for tensor, stored, begin, end in entries:
         kind = (tensor.dtype, [*tensor.shape]) if stored.pieces is None else ("U8", [end - begin])
         described[tensor.name] = {"dtype": kind[0], "shape": kind[1], "data_offsets": [begin, end]}
     tensors = {entry.tensor.name: entry.stored for entry in entries}
-    metadata = _Metadata(digest=_digest(original, tensors), header=original, tensors=tensors)
-    described["__metadata__"] = {"compressx": metadata.model_dump_json()}
+    name = base.name[:200] if base is not None and any(x.base for x in tensors.values()) else None
+    metadata = _Metadata(
+        format="packed", version=1 if name is None else 2, digest=_digest(original, tensors), header=original,
+        tensors=tensors, base=name,
+    )  # fmt: skip
+    described["__metadata__"] = {"compressx": metadata.model_dump_json(exclude_defaults=True)}
     return json.dumps(described, separators=(",", ":")).encode()
 
 
@@ -509,8 +633,8 @@ def _as_it_is(tensor: TensorBytes) -> list[list[int]]:
 
 
 def _digest(original: str, tensors: Mapping[str, _StoredPiece]) -> str:
-    described = json.dumps([original, {name: stored.model_dump() for name, stored in tensors.items()}])
-    return hashlib.sha256(described.encode()).hexdigest()
+    described = {name: stored.model_dump(exclude_defaults=True) for name, stored in tensors.items()}
+    return hashlib.sha256(json.dumps([original, described]).encode()).hexdigest()
 
 
 def _metadata(path: Path, text: str | None) -> _Metadata:

@@ -23,7 +23,7 @@ from pydantic import BaseModel, Field
 from compressx.api.exporter import ExporterSpec, FinishedModel
 from compressx.api.hooks import hookimpl
 from compressx.models.export import model_folder, output_folder, room_for
-from compressx.models.packed import PackedFile, PackedTensor, pack_file
+from compressx.models.packed import Base, PackedFile, PackedTensor, TensorBytes, layout_of, pack_file
 from compressx.models.shards import check_files, files_in
 from compressx.runtime.cache import cache_folder
 from compressx.runtime.errors import ArtifactError, one_line
@@ -48,24 +48,46 @@ class Sizes:
         tensors: every tensor, in the order of the files.
         bytes: of all weight files before packing.
         packed_bytes: of all weight files.
+        base: the name of the model that it was packed against, without which it cannot be unpacked; None if of none.
     """
 
     folder: Path
     tensors: tuple[PackedTensor, ...]
     bytes: int
     packed_bytes: int
+    base: str | None
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data, for JSON."""
         return {
             "folder": str(self.folder), "bytes": self.bytes, "packed_bytes": self.packed_bytes,
-            "tensors": [asdict(tensor) for tensor in self.tensors],
+            "base": self.base, "tensors": [asdict(tensor) for tensor in self.tensors],
         }  # fmt: skip
 
 
 def is_packed(folder: Path) -> bool:
     """Return whether a model's folder, or an output folder's model, is packed."""
     return any(model_folder(folder).glob(f"*{_PACKED}"))
+
+
+def needs_base(model: Path | str) -> bool:
+    """Return whether a model is a folder that is packed against a base; a damaged one is an `ArtifactError`."""
+    folder = model_folder(Path(model).expanduser())
+    return is_packed(folder) and any(PackedFile(path).base is not None for path in _packed_files(folder))
+
+
+def base_in(folder: Path, name: str | None = None) -> Base:
+    """Return a base model from its folder of safetensors; reads headers only, with the errors of `check_files`.
+
+    The name is by default that of the folder, or the hub id in whose cache it is.
+    """
+    home = folder.resolve()
+    hub = home.parents[1].name.removeprefix("models--").replace("--", "/") if home.parent.name == "snapshots" else None
+    tensors: dict[str, tuple[Path, int, TensorBytes]] = {}
+    for path in (folder / name for name in check_files(folder)):  # of two with the same name the last counts
+        layout = layout_of(path)
+        tensors |= {tensor.name: (path, layout.start, tensor) for tensor in layout.tensors}
+    return Base(one_line(name or hub or home.name), folder, tensors)
 
 
 def sizes_of(folder: Path) -> Sizes:
@@ -78,31 +100,54 @@ def sizes_of(folder: Path) -> Sizes:
     files = [PackedFile(path) for path in _packed_files(model)]
     tensors = tuple(tensor for file in files for tensor in file.sizes())
     packed_bytes = sum(file.path.stat().st_size for file in files)
-    return Sizes(model, tensors, sum(file.original_bytes for file in files), packed_bytes)
+    base = next((file.base for file in files if file.base is not None), None)
+    return Sizes(model, tensors, sum(file.original_bytes for file in files), packed_bytes, base)
 
 
-def pack_folder(source: Path, output: Path, *, compress: bool = True, progress: Progress | None = None) -> Sizes:
+def pack_folder(
+    source: Path, output: Path, *, compress: bool = True, base: Base | None = None, progress: Progress | None = None
+) -> Sizes:
     """Pack a model's folder, or an output folder with one. Weight files that an interrupted call finished are kept.
 
     Raises:
-        ArtifactError: an existing output, a folder that is packed or holds no complete safetensors model, or files that
-            cannot be read or written.
+        ArtifactError: an existing output, a folder that is packed or holds no complete safetensors model, a base that
+            has no tensor of the model, or files that cannot be read or written.
         UnsupportedModelError: quantized weights, whose zeros are spread over packed integers.
     """
     if is_packed(source):
         raise ArtifactError(f"{source} is packed already; compressx unpack restores it")
     plain = _plain_files(model_folder(source))
-    with _resumed(source, output, {"pack": str(source.resolve()), "compress": compress}) as building:
-        _pack(plain, source, building, compress, progress)
+    if base is not None:
+        _check_common(plain, base)
+    purpose = {"pack": str(source.resolve()), "compress": compress, "base": base and str(base.folder.resolve())}
+    with _resumed(source, output, purpose) as building:
+        _pack(plain, source, building, compress, base, progress)
     return sizes_of(output)
 
 
-def _pack(plain: list[Path], source: Path, building: Path, compress: bool, progress: Progress | None = None) -> None:
+def _check_common(plain: list[Path], base: Base) -> None:
+    """Refuse a base that has no tensor of a model's files with its name, dtype and shape."""
+    tensors = [tensor for path in plain for tensor in layout_of(path).tensors]
+    if any(map(base.like, tensors)):
+        return
+    told = "no name of a tensor"
+    if named := next((tensor for tensor in tensors if tensor.name in base.tensors), None):
+        kinds = [f"{x.dtype} {str([*x.shape])[:80]}" for x in (named, base.tensors[named.name][2])]
+        told = f"no dtype and shape of a tensor: {one_line(named.name)[:200]} is {kinds[0]} here, {kinds[1]} there"
+    raise ArtifactError(
+        f"{plain[0].parent} shares with its base {base.folder} {told}; give the model that it was fine-tuned from, in "
+        "the dtype that it has"
+    )
+
+
+def _pack(
+    plain: list[Path], source: Path, building: Path, compress: bool, base: Base | None, progress: Progress | None = None
+) -> None:
     """Fill a folder with the packed files of another one."""
     _copy(source, building, {*plain}, _PLAIN, _PACKED)
     for path, target in _each(plain, source, building, _PLAIN, _PACKED, progress):
-        if not _is_pair(target, path):
-            pack_file(path, target, compress=compress)
+        if not _is_pair(target, path, base):
+            pack_file(path, target, compress=compress, base=base)
 
 
 def _plain_files(model: Path) -> list[Path]:
@@ -115,41 +160,52 @@ def _plain_files(model: Path) -> list[Path]:
     return [model / name for name in check_files(model)]
 
 
-def unpack_folder(source: Path, output: Path, *, progress: Progress | None = None) -> Sizes:
+def unpack_folder(source: Path, output: Path, *, base: Base | None = None, progress: Progress | None = None) -> Sizes:
     """Restore what `pack_folder` packed, weight files byte for byte. Those that an interrupted call finished are kept.
 
     Raises:
-        ArtifactError: an existing output, a folder that is not packed, a missing or damaged file, or files that cannot
-            be read or written.
+        ArtifactError: an existing output, a folder that is not packed, a missing or damaged file, another base than it
+            was packed against, or files that cannot be read or written.
     """
     if not is_packed(source):
         raise ArtifactError(
             f"{source} is not packed: {model_folder(source)} has no *{_PACKED}, as compressx pack writes"
         )
-    return _unpack(source, output, str(source.resolve()), progress)
+    return _unpack(source, output, str(source.resolve()), base, progress)
 
 
-def _unpack(source: Path, output: Path, what: str, progress: Progress | None = None) -> Sizes:
+def _unpack(source: Path, output: Path, what: str, base: Base | None, progress: Progress | None = None) -> Sizes:
     """Do as `unpack_folder`, going on with an interrupted call that was also of `what`."""
     sizes = sizes_of(source)  # before anything is written, every header is read
     packed = _packed_files(model_folder(source))
+    _check_base(source, [PackedFile(path) for path in packed], base)
     if sizes.bytes > (free := room_for(output)[1]):  # of zeros a small file can hold any number
         raise ArtifactError(f"{source} unpacked takes {sizes.bytes} bytes, {output} can have {free}; free some space")
     with _resumed(source, output, {"unpack": what}) as building:
         _copy(source, building, {*packed}, _PACKED, _PLAIN)
         for path, target in _each(packed, source, building, _PACKED, _PLAIN, progress):
             if not _is_pair(path, target):
-                PackedFile(path).unpack(target)
+                PackedFile(path).unpack(target, base=base)
     return sizes
 
 
-def unpacked(folder: Path) -> Path:
+def _check_base(folder: Path, files: Sequence[PackedFile], base: Base | None) -> None:
+    """Refuse a base that is needed and not given, given and not needed, or another one by its headers."""
+    if base is not None and all(file.base is None for file in files):
+        raise ArtifactError(f"{folder} is not packed against a base; leave --base, or model.base in a recipe, out")
+    for file in files:
+        file.check_base(base)
+
+
+def unpacked(folder: Path, base: Base | None = None) -> Path:
     """Return a copy of a packed model's folder, unpacked, from the cache; unpacked into it by the first call.
 
     Raises:
-        ArtifactError: a missing or damaged file, or a cache that cannot be written.
+        ArtifactError: a missing or damaged file, another base than it was packed against, or a cache that cannot be
+            written.
     """
     files = [PackedFile(path) for path in _packed_files(folder)]
+    _check_base(folder, files, base)  # whether or not there is a copy
     target = cache_folder() / "unpacked" / _key(folder, files)
     if not _is_whole(target, folder, files):
         with os_errors_named("create", target.parent):
@@ -162,7 +218,7 @@ def unpacked(folder: Path) -> Path:
                 shutil.rmtree(target, ignore_errors=True)  # somebody removed or changed a part of it
                 size = sum(file.original_bytes for file in files)
                 _log.info("unpacking %s into %s, %.2f GB", folder, target, size / 1e9)
-                _unpack(folder, target, target.name)  # the same content may be elsewhere than when it was begun
+                _unpack(folder, target, target.name, base)  # the same content may be elsewhere than when it was begun
     return target
 
 
@@ -237,12 +293,12 @@ def _each(
         progress(len(files), len(files), "")
 
 
-def _is_pair(packed: Path, plain: Path) -> bool:
-    """Return whether both files exist and one is the other, packed: an interrupted call finished it."""
+def _is_pair(packed: Path, plain: Path, base: Base | None = None) -> bool:
+    """Return whether both files exist and one is the other, packed, also of that base: an interrupted call did it."""
     if not (packed.exists() and plain.exists()):
         return False
     try:
-        return PackedFile(packed).is_of(plain)
+        return PackedFile(packed).is_of(plain, base)
     except ArtifactError:  # what is damaged is made anew
         return False
 
@@ -307,8 +363,9 @@ class PackedExporter:
         self.options = options
 
     def export(self, model: FinishedModel, folder: Path) -> None:
-        """Pack the weight files and copy the others."""
-        _pack(_plain_files(model.folder), model.folder, folder, self.options.compress)
+        """Pack the weight files, against the base if there is one, and copy the others."""
+        base = None if model.base is None else base_in(model.base)  # if they have nothing in common, it is not used
+        _pack(_plain_files(model.folder), model.folder, folder, self.options.compress, base)
 
 
 @hookimpl

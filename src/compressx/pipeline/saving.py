@@ -132,7 +132,8 @@ def check_saving(state: RunState, checkpoint: Checkpoint) -> None:
 
 def _refuse_overwriting(recipe: Recipe, checkpoint: Checkpoint) -> None:
     """Refuse an output folder that holds the input model, packed or not, or text."""
-    for path in (Path(checkpoint.location), recipe.model.path):
+    base = None if recipe.model.base is None else Path(recipe.model.base)  # of a hub id there is no such folder
+    for path in (Path(checkpoint.location), recipe.model.path, base):
         refuse_overwriting(recipe.output, "input model", path)
     for place, dataset in recipe.datasets().items():
         with contextlib.suppress(CalibrationError):  # which `Inputs.check` reports

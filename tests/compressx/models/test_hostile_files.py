@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -20,7 +21,7 @@ from compressx.masks.file import MaskEntry, write_masks
 from compressx.masks.maskset import MaskSet
 from compressx.models.checkpoint import find_checkpoint
 from compressx.models.packed import PackedFile, pack_file
-from compressx.models.packed_folder import pack_folder, sizes_of, unpack_folder, unpacked
+from compressx.models.packed_folder import base_in, needs_base, pack_folder, sizes_of, unpack_folder, unpacked
 from compressx.models.shards import save_model
 from compressx.recipe.sources import ModelSource
 from compressx.runtime.errors import ArtifactError
@@ -171,6 +172,14 @@ def save_packed(folder: Path, seed: int = 0, *, shards: int = 1) -> Path:
     pack_folder(plain, folder)
     shutil.rmtree(plain)
     return folder
+
+
+def test_the_name_of_a_base_in_a_packed_file_is_never_opened(tmp_path: Path) -> None:
+    base = base_in(save(tmp_path / "base"))
+    pack_folder(base.folder, tmp_path / "packed", base=dataclasses.replace(base, name=str(base.folder)))
+    assert needs_base(tmp_path / "packed")
+    for read in (unpack, unpacked):
+        refused(read, tmp_path / "packed", match=rf"\(packed against {base.folder}\); give that model's folder")
 
 
 def test_a_packed_folder_cannot_replace_another_model_in_the_cache(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from tests.compressx.hostile import changed, damaged, masks_digest, packed_diges
 from compressx.masks.file import MaskEntry, read_masks, write_masks
 from compressx.models.checkpoint import find_local
 from compressx.models.packed import PackedFile, pack_file
-from compressx.models.packed_folder import pack_folder, unpack_folder, unpacked
+from compressx.models.packed_folder import base_in, pack_folder, unpack_folder, unpacked
 from compressx.models.shards import check_files, files_of, read
 from compressx.runtime import files
 from compressx.runtime.errors import CompressxError
@@ -147,17 +147,31 @@ def test_a_changed_header_or_index_of_a_checkpoint(name: str, how: str, checkpoi
 # --- packed files and folders
 
 
-@pytest.fixture(scope="module")
-def packed(folder: Path) -> tuple[Path, bytes, bytes]:
-    """A packed file of tensors with zeros, without, wide ones and empty ones; its bytes, and those of the original."""
-    place = folder / "packed"
-    place.mkdir()
+@pytest.fixture(scope="module", params=["alone", "against a base"])
+def packed(folder: Path, request: pytest.FixtureRequest) -> tuple[Path, bytes, bytes]:
+    """A packed file of tensors with zeros, without, wide ones and empty ones; its bytes, and those of the original.
+
+    Of a base in the folder `base` beside its own half of the tensors are the same but for some elements.
+    """
+    place = folder / request.param / "packed"
+    place.mkdir(parents=True)
     tensors = {
         "half": half_zero(16, 16), "full": torch.ones(4, 5), "wide": half_zero(8, 8, dtype=torch.float64),
         "bytes": torch.arange(9).byte(), "none": torch.ones(0, 2), "zero": torch.zeros(512),
     }  # fmt: skip
     save_file(tensors, place / "original", {"format": "pt"})
-    pack_file(place / "original", place / "x.packed.safetensors")
+    base = None
+    if request.param != "alone":
+        below = {name: tensors[name].clone() for name in ("half", "wide", "bytes", "zero")}
+        for tensor in below.values():
+            tensor.view(-1)[1] += 1
+        below["wide"] = below["wide"].float()
+        place.with_name("base").mkdir()
+        save_file(below, place.with_name("base") / "model.safetensors")
+        base = base_in(place.with_name("base"))
+    pack_file(place / "original", place / "x.packed.safetensors", base=base)
+    differing = {tensor.name for tensor in PackedFile(place / "x.packed.safetensors").sizes() if tensor.differs}
+    assert differing == (set() if base is None else {"half", "bytes"})
     original = (place / "original").read_bytes()
     (place / "original").unlink()
     return place / "x.packed.safetensors", (place / "x.packed.safetensors").read_bytes(), original
@@ -165,9 +179,10 @@ def packed(folder: Path) -> tuple[Path, bytes, bytes]:
 
 def unpacked_bytes(path: Path) -> bytes:
     target = path.with_name("again")
+    beside = path.parent.with_name("base")
     try:
         [*PackedFile(path).sizes()]
-        PackedFile(path).unpack(target)
+        PackedFile(path).unpack(target, base=base_in(beside) if beside.exists() else None)
         return target.read_bytes()
     finally:
         target.unlink(missing_ok=True)
@@ -222,6 +237,18 @@ def test_a_packed_file_with_another_header_of_the_original_and_its_digest(
         for name in {*before} - {"__metadata__"}:
             (a, b), (c, d) = before[name]["data_offsets"], after[name]["data_offsets"]
             assert data[a:b] == found[c:d]
+    assert names_in(path.parent) == [path.name]
+
+
+@fuzzed
+@given(random=RANDOM)
+def test_a_base_with_changed_bytes(packed: tuple[Path, bytes, bytes], random: Random) -> None:
+    path, good, original = packed
+    path.write_bytes(good)
+    base = path.parent.with_name("base") / "model.safetensors"
+    if base.exists():
+        with replaced(base, damaged(random, base.read_bytes())):
+            assert attempt("base, bytes", lambda: unpacked_bytes(path)) in (None, original)
     assert names_in(path.parent) == [path.name]
 
 

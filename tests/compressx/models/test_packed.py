@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import itertools
 import json
@@ -20,7 +21,19 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from compressx.models import packed
-from compressx.models.packed import Elements, PackedFile, decode, dtype_of_size, encode, mask_bytes, pack_file
+from compressx.models.packed import (
+    Base,
+    Elements,
+    PackedFile,
+    decode,
+    difference,
+    dtype_of_size,
+    encode,
+    layout_of,
+    mask_bytes,
+    pack_file,
+    restored,
+)
 from compressx.runtime.errors import ArtifactError
 
 
@@ -151,12 +164,12 @@ DTYPES = [
 ]  # fmt: skip
 
 
-def round_trip(source: Path, *, compress: bool = True) -> PackedFile:
+def round_trip(source: Path, *, compress: bool = True, base: Base | None = None) -> PackedFile:
     """Pack a file and unpack it beside; the bytes are those of the source."""
     target, again = source.with_name("model.packed.safetensors"), source.with_name("again.safetensors")
-    pack_file(source, target, compress=compress)
+    pack_file(source, target, compress=compress, base=base)
     found = PackedFile(target)
-    found.unpack(again)
+    found.unpack(again, base=base)
     assert again.read_bytes() == source.read_bytes()
     assert found.original_bytes == source.stat().st_size
     assert found.is_of(source)
@@ -252,14 +265,20 @@ def test_what_does_not_become_smaller_is_not_touched(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("compress", [False, True])
-def test_memory_does_not_grow_with_the_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compress: bool) -> None:
+@pytest.mark.parametrize("with_base", [False, True])
+def test_memory_does_not_grow_with_the_tensor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compress: bool, with_base: bool
+) -> None:
     monkeypatch.setattr(packed, "PIECE", 2**14)
     peaks = []
     for rows in (64, 2048):
-        save_file({"weight": half_zero(rows, 1024)}, tmp_path / "model.safetensors")
+        weight = half_zero(rows, 1024)
+        save_file({"weight": weight}, tmp_path / "model.safetensors")
+        save_file({"weight": some_changed(weight, 0.1)}, tmp_path / "base.safetensors")
+        base = base_of(tmp_path / "base.safetensors") if with_base else None
         tracemalloc.start()
-        pack_file(tmp_path / "model.safetensors", tmp_path / "packed.safetensors", compress=compress)
-        PackedFile(tmp_path / "packed.safetensors").unpack(tmp_path / "again.safetensors")
+        pack_file(tmp_path / "model.safetensors", tmp_path / "packed.safetensors", compress=compress, base=base)
+        PackedFile(tmp_path / "packed.safetensors").unpack(tmp_path / "again.safetensors", base=base)
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
     assert peaks[1] < 1.3 * peaks[0]  # of a tensor 32 times as large
@@ -273,6 +292,196 @@ def test_another_file_is_not_taken_for_the_original(tmp_path: Path) -> None:
     for name, other in (("value", {"a": weight, "b": weight + 2}), ("name", {"a": weight, "c": weight + 1})):
         save_file(other, tmp_path / name)
         assert not found.is_of(tmp_path / name)
+
+
+# --- against a base
+
+
+def base_of(path: Path) -> Base:
+    layout = layout_of(path)
+    return Base("its name", path.parent, {tensor.name: (path, layout.start, tensor) for tensor in layout.tensors})
+
+
+def some_changed(weight: torch.Tensor, share: float, scale: float = 0.02) -> torch.Tensor:
+    """Move a share of the entries by about so much of their size."""
+    moved = (weight.float() * (1 + scale + scale * torch.rand(weight.shape))).to(weight.dtype)
+    return torch.where(torch.rand(weight.shape) < share, moved, weight)
+
+
+@given(pieces(), st.integers(0, 2**32))
+def test_a_difference_gives_every_element_back_and_is_zero_where_they_are_equal(elements: Elements, seed: int) -> None:
+    random = np.random.default_rng(seed)
+    base = random.permutation(elements)
+    base[::2] = elements[::2]
+    stored = difference(elements, base)
+    assert stored.dtype == elements.dtype
+    assert np.array_equal(stored == 0, elements == base)
+    assert np.array_equal(restored(stored, base), elements)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+def test_a_difference_of_either_sign_has_no_bits_above_those_that_it_needs(size: int) -> None:
+    """5 - 8 = -3 is the sign and the inverted bits of -3, which are 2."""
+    dtype, sign = dtype_of_size(size), 1 << (8 * size - 1)
+    base = np.array([8, 8, 8, 0], dtype=dtype)
+    elements = np.array([11, 8, 5, 2 * sign - 1], dtype=dtype)
+    assert difference(elements, base).tolist() == [3, 0, sign | 2, sign]
+
+
+def test_differences_of_moved_weights_are_a_seventh_smaller_than_their_xor() -> None:
+    random = np.random.default_rng(0)
+    weight = random.normal(0, 0.02, 2**20)
+    before, after = bfloat16(weight), bfloat16(weight + random.normal(0, 0.0002, 2**20))
+    less, xor = (sum(map(len, encode(x, compress=True)[1])) for x in (difference(after, before), after ^ before))
+    assert less < 6.1 / 7 * xor
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+@given(tensors(), tensors(), st.booleans(), st.sampled_from([8, 64, 2**22]))
+def test_any_tensors_come_back_to_the_bit_with_any_base(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, torch.Tensor],
+    other: dict[str, torch.Tensor], compress: bool, piece: int,
+) -> None:  # fmt: skip
+    """Tensors of the base are the same, the same but for some, others of that name, or not there."""
+    monkeypatch.setattr(packed, "PIECE", piece)
+    for number, (name, tensor) in enumerate(given.items()):
+        if number % 3 and tensor.dtype != torch.bool:
+            other[name] = tensor.clone()
+        if number % 3 == 2 and tensor.numel() and tensor.dtype != torch.bool:
+            other[name].view(-1)[:: 1 + tensor.numel() // 3] = 0
+    save_file(other, tmp_path / "base.safetensors")
+    save_file(given, tmp_path / "model.safetensors")
+    base = base_of(tmp_path / "base.safetensors")
+    found = round_trip(tmp_path / "model.safetensors", compress=compress, base=base)
+    assert found.base == ("its name" if any(tensor.differs for tensor in found.sizes()) else None)
+    assert {tensor.name for tensor in found.sizes() if tensor.differs} <= {*given} & {*other}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("compress", [False, True])
+def test_with_a_tenth_of_the_entries_changed_a_file_is_a_mask_and_a_tenth(
+    tmp_path: Path, dtype: torch.dtype, compress: bool
+) -> None:
+    weight = torch.randn(1024, 1024).to(dtype)
+    save_file({"weight": weight}, tmp_path / "base.safetensors")
+    save_file({"weight": some_changed(weight, 0.1)}, tmp_path / "model.safetensors")
+    found = round_trip(tmp_path / "model.safetensors", compress=compress, base=base_of(tmp_path / "base.safetensors"))
+    size = found.path.stat().st_size / (tmp_path / "model.safetensors").stat().st_size
+    expected = 1 / (8 * weight.element_size()) + 0.1
+    (tensor,) = found.sizes()
+    assert tensor.differs
+    assert tensor.masked
+    assert tensor.mask_and_values == pytest.approx(expected * tensor.bytes, rel=0.01)
+    assert size < 0.75 * expected if compress else size == pytest.approx(expected, rel=0.01)
+
+
+def test_a_model_that_is_its_base_takes_next_to_nothing(tmp_path: Path) -> None:
+    save_file({"weight": torch.randn(1024, 1024)}, tmp_path / "model.safetensors")
+    found = round_trip(tmp_path / "model.safetensors", base=base_of(tmp_path / "model.safetensors"))
+    assert found.path.stat().st_size < 2000
+
+
+def test_minus_zero_and_nan_payloads_of_model_and_base_come_back(tmp_path: Path) -> None:
+    weight = torch.randn(64, 64).bfloat16()
+    odd = torch.tensor([0, -0x8000, 0x7FC1, 0x7F81, -1, -0x80], dtype=torch.int16).view(torch.bfloat16)
+    for name, (start, step) in {"base": (0, 1), "model": (3, -1)}.items():
+        changed = weight.clone()
+        changed.view(-1)[start : start + 6] = odd
+        changed.view(-1)[100:106] = odd.flip(0) if step < 0 else odd
+        save_file({"weight": changed}, tmp_path / f"{name}.safetensors")
+    found = round_trip(tmp_path / "model.safetensors", base=base_of(tmp_path / "base.safetensors"))
+    assert [tensor.differs for tensor in found.sizes()] == [True]
+
+
+def test_a_tensor_that_its_difference_would_make_larger_is_packed_by_itself(tmp_path: Path) -> None:
+    """Zeros that pruning made are none in a difference from dense weights; of another model everything differs."""
+    dense = torch.randn(256, 256).bfloat16()
+    mask = torch.rand(256, 256) < 0.5
+    given = {"pruned": some_changed(dense, 1) * mask, "another": torch.randn(256, 256).bfloat16(), "same": dense}
+    save_file({name: dense.clone() for name in given}, tmp_path / "base.safetensors")
+    save_file(given, tmp_path / "model.safetensors")
+    found = round_trip(tmp_path / "model.safetensors", base=base_of(tmp_path / "base.safetensors"))
+    assert {tensor.name: tensor.differs for tensor in found.sizes()} == {
+        "pruned": False,
+        "another": False,
+        "same": True,
+    }
+
+
+def test_a_tensor_of_which_only_the_beginning_is_that_of_the_base_comes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The beginning decides; then nothing of the difference can be left out or compressed."""
+    monkeypatch.setattr(packed, "_FIRST", 8)
+    noise = torch.randint(-(2**15), 2**15, (2, 4096), dtype=torch.int16)
+    noise[1, :8] = noise[0, :8]
+    for name, tensor in zip(("base", "model"), noise, strict=True):
+        save_file({"noise": tensor.clone()}, tmp_path / f"{name}.safetensors")
+    (found,) = round_trip(tmp_path / "model.safetensors", base=base_of(tmp_path / "base.safetensors")).sizes()
+    assert (found.differs, found.packed_bytes) == (True, found.bytes)
+
+
+def test_a_file_in_which_nothing_differs_less_is_that_of_no_base(tmp_path: Path) -> None:
+    save_file({"weight": half_zero(64, 64)}, tmp_path / "model.safetensors")
+    save_file({"weight": torch.randn(64, 64)}, tmp_path / "base.safetensors")
+    pack_file(tmp_path / "model.safetensors", tmp_path / "alone")
+    pack_file(tmp_path / "model.safetensors", tmp_path / "with", base=base_of(tmp_path / "base.safetensors"))
+    assert load_file(tmp_path / "with").keys() == {"weight"}
+    assert PackedFile(tmp_path / "with").base is None
+    PackedFile(tmp_path / "with").unpack(tmp_path / "again")
+    with safe_open(tmp_path / "alone", "pt") as alone, safe_open(tmp_path / "with", "pt") as with_base:
+        assert alone.metadata() == with_base.metadata()
+
+
+@pytest.fixture
+def against(tmp_path: Path) -> tuple[PackedFile, Base]:
+    """A file of two tensors, packed against a base, and that base."""
+    given = {"a": torch.randn(64, 64), "b": torch.randn(64, 64)}
+    save_file(given, tmp_path / "base.safetensors")
+    save_file({n: some_changed(tensor, 0.1) for n, tensor in given.items()}, tmp_path / "model.safetensors")
+    base = base_of(tmp_path / "base.safetensors")
+    return round_trip(tmp_path / "model.safetensors", base=base), base
+
+
+def test_a_base_with_one_other_bit_is_found_and_nothing_is_written(against: tuple[PackedFile, Base]) -> None:
+    found, base = against
+    (path, _, _), again = base.tensors["b"], found.path.with_name("again.safetensors")
+    again.unlink()
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(
+        ArtifactError, match=r"base\.safetensors: b is not that of the base that .*packed\.safetensors was packed agai"
+        r"nst; give the same weights, to the bit, of its name$",
+    ):  # fmt: skip
+        found.unpack(again, base=base)
+    assert not again.exists()
+    assert not found.is_of(found.path.with_name("model.safetensors"), base)
+    assert found.is_of(found.path.with_name("model.safetensors"))
+
+
+@pytest.mark.parametrize("other", [None, {"a": (64, 64)}, {"a": (64, 64), "b": (64, 32)}])
+def test_a_base_that_is_missing_or_lacks_a_tensor_is_told_at_once(
+    against: tuple[PackedFile, Base], other: dict[str, tuple[int, int]] | None
+) -> None:
+    found, base = against
+    message = r"packed\.safetensors holds what differs from a base model \(packed against its name\); give that model's"
+    if other is not None:
+        save_file({name: torch.zeros(shape) for name, shape in other.items()}, base.folder / "other")
+        message += r".*: .* has no b of F32 \[64, 64\]"
+    given = None if other is None else base_of(base.folder / "other")
+    for call in (lambda: found.check_base(given), lambda: found.unpack(base.folder / "x", base=given)):
+        with pytest.raises(ArtifactError, match=message):
+            call()
+
+
+def test_the_name_of_a_base_is_escaped_and_short(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(64)}, tmp_path / "model.safetensors")
+    base = dataclasses.replace(base_of(tmp_path / "model.safetensors"), name="x\n\u202e" + "y" * 500)
+    name = round_trip(tmp_path / "model.safetensors", base=base).base
+    assert name is not None
+    assert name.startswith(r"x\n\u202ey")
+    assert len(name) == 200
 
 
 @pytest.fixture
@@ -318,7 +527,10 @@ def rewritten(path: Path, change: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda m: m.update(version=2), "version in its metadata is '2'"),
+        (lambda m: m.update(version=3), "version in its metadata is '3'"),
+        (lambda m: m.update(version=2), "version 2, and no other, names a base and has tensors that differ from it"),
+        (lambda m: m.update(base="other"), "version 2, and no other"),
+        (lambda m: m["tensors"]["half"].update(base="0" * 64), "version 2, and no other"),
         (lambda m: m.pop("digest"), "digest in its metadata is .*Field required"),
         (lambda m: m.update(header=m["header"].replace("pt", "tp")), "its metadata do not have their digest"),
         (lambda m: m["tensors"]["half"].update(sha256="0" * 64), "its metadata do not have their digest"),

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,13 +16,24 @@ from safetensors.torch import load_file
 from tests.compressx.saved import save_tiny
 from tests.compressx.two_of_four import two_of_four
 
+from compressx.api.exporter import FinishedModel
 from compressx.models import export, packed_folder
-from compressx.models.checkpoint import find_checkpoint
+from compressx.models.checkpoint import find_base, find_checkpoint
 from compressx.models.loading import load_model
 from compressx.models.packed import PackedFile
-from compressx.models.packed_folder import is_packed, pack_folder, sizes_of, unpack_folder, unpacked
+from compressx.models.packed_folder import (
+    PackedExporter,
+    PackedOptions,
+    base_in,
+    is_packed,
+    needs_base,
+    pack_folder,
+    sizes_of,
+    unpack_folder,
+    unpacked,
+)
 from compressx.recipe.sources import ModelSource
-from compressx.runtime.errors import ArtifactError
+from compressx.runtime.errors import ArtifactError, UnsupportedModelError
 from compressx.runtime.files import BLOCKS, STATE
 from compressx.testing import tiny_model
 
@@ -189,11 +201,11 @@ def test_two_that_need_one_packed_folder_at_a_time_unpack_it_once(
     written, begun, go_on = [], threading.Event(), threading.Event()
     original = PackedFile.unpack
 
-    def slow(self: PackedFile, target: Path) -> None:
+    def slow(self: PackedFile, target: Path, **options: Any) -> None:
         written.append(target)
         begun.set()
         go_on.wait(10)
-        original(self, target)
+        original(self, target, **options)
 
     monkeypatch.setattr(PackedFile, "unpack", slow)
     found: list[Path] = []
@@ -214,7 +226,7 @@ def interrupted(monkeypatch: pytest.MonkeyPatch, function: str, *, after: int) -
     written: list[Path] = []
     original = getattr(PackedFile, function, None) or getattr(packed_folder, function)
 
-    def make(source: PackedFile | Path, target: Path, **options: bool) -> None:
+    def make(source: PackedFile | Path, target: Path, **options: Any) -> None:
         if len(written) == after:
             raise KeyboardInterrupt
         original(source, target, **options)
@@ -370,3 +382,166 @@ def test_tied_weights_are_packed_once(tmp_path: Path) -> None:
     sizes = pack_folder(source, tmp_path / "packed")
     assert {tensor.name for tensor in sizes.tensors} == load_file(source / "model.safetensors").keys()
     assert not any("lm_head" in tensor.name for tensor in sizes.tensors)
+
+
+# --- against a base
+
+
+def save_tuned(folder: Path, architecture: str = "llama", *, shards: bool = False, tied: bool = True) -> Path:
+    """Save a fine-tune of `save_pruned`: a tenth of the entries moved by some percent."""
+    save_pruned(folder, architecture)
+    model = load_model(find_checkpoint(ModelSource(path=folder)))
+    if not tied:
+        model.config.tie_word_embeddings = False
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.clone())
+    random = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for tensor in model.parameters():
+            moved = torch.rand(tensor.shape, generator=random) < 0.1
+            tensor.mul_(1 + 0.05 * moved)
+    model.save_pretrained(folder, max_shard_size="40KB" if shards else "1GB")
+    if shards:
+        (folder / "model.safetensors").unlink()
+    return folder
+
+
+@pytest.mark.parametrize(("base_shards", "shards"), [(False, False), (True, False), (False, True), (True, True)])
+def test_a_fine_tune_takes_a_fraction_beside_its_base_whatever_their_shards(
+    tmp_path: Path, base_shards: bool, shards: bool
+) -> None:
+    save_pruned(tmp_path / "base", shards=base_shards)
+    tuned = save_tuned(tmp_path / "tuned", shards=shards)
+    base = find_base(str(tmp_path / "base"))
+    sizes = pack_folder(tuned, tmp_path / "packed", base=base)
+    alone = pack_folder(tuned, tmp_path / "alone")
+    assert all(tensor.differs for tensor in sizes.tensors if tensor.bytes > 1000)
+    assert sum(x.packed_bytes for x in sizes.tensors) < 0.25 * sum(x.packed_bytes for x in alone.tensors)
+    assert (sizes.base, alone.base) == ("base", None)
+    unpack_folder(tmp_path / "packed", tmp_path / "again", base=base)
+    assert contents(tmp_path / "again") == contents(tuned)
+
+
+def test_a_tensor_that_the_base_does_not_have_is_packed_by_itself(tmp_path: Path) -> None:
+    base = base_in(save_pruned(tmp_path / "base", "llama-tied"))
+    tuned = save_tuned(tmp_path / "tuned", "llama-tied", tied=False)
+    sizes = pack_folder(tuned, tmp_path / "packed", base=base)
+    assert {tensor.name for tensor in sizes.tensors if tensor.name not in base.tensors} == {"lm_head.weight"}
+    assert not next(tensor for tensor in sizes.tensors if tensor.name == "lm_head.weight").differs
+    unpack_folder(tmp_path / "packed", tmp_path / "again", base=base)
+    assert contents(tmp_path / "again") == contents(tuned)
+
+
+@pytest.mark.parametrize("form", ["folder", "run", "packed"])
+def test_a_base_may_be_a_folder_that_of_a_run_or_packed(form: str, tmp_path: Path) -> None:
+    base = save_pruned(tmp_path / "run" / "model" if form == "run" else tmp_path / "folder")
+    if form == "packed":
+        pack_folder(base, tmp_path / "packed")
+    tuned = save_tuned(tmp_path / "tuned")
+    assert pack_folder(tuned, tmp_path / "small", base=find_base(str(tmp_path / form))).base == form
+    source = ModelSource(path=tmp_path / "small", base=str(tmp_path / form))
+    found = find_checkpoint(source)
+    assert contents(Path(found.location)) == contents(tuned)
+
+
+def test_without_its_base_or_with_another_one_a_fine_tune_is_refused_even_if_it_is_in_the_cache(
+    model: Path, tmp_path: Path
+) -> None:
+    pack_folder(save_tuned(tmp_path / "tuned"), tmp_path / "packed", base=base_in(model))
+    good = ModelSource(path=tmp_path / "packed", base=str(model))
+    for _ in range(2):
+        for call in (
+            lambda: find_checkpoint(ModelSource(path=tmp_path / "packed")),
+            lambda: unpack_folder(tmp_path / "packed", tmp_path / "out"),
+        ):
+            with pytest.raises(
+                ArtifactError, match=r"holds what differs .*\(packed against model\); give that model's fo"
+            ):
+                call()
+        save_pruned(tmp_path / "gpt", "gpt2")
+        with pytest.raises(ArtifactError, match=r"packed against model.*: .*gpt has no \S+weight of BF16 "):
+            find_checkpoint(good.model_copy(update={"base": str(tmp_path / "gpt")}))
+        assert contents(Path(find_checkpoint(good).location)) == contents(tmp_path / "tuned")
+    assert not (tmp_path / "out").exists()
+    assert (needs_base(tmp_path / "packed"), needs_base(model), needs_base("org/model")) == (True, False, False)
+
+
+def test_a_base_that_is_not_needed_is_refused(model: Path, tmp_path: Path) -> None:
+    pack_folder(model, tmp_path / "packed")
+    for place in (model, tmp_path / "packed"):
+        with pytest.raises(
+            ArtifactError, match=rf"{place.name} is not packed against a base; leave --base, or model\.base"
+        ):
+            find_checkpoint(ModelSource(path=place, base=str(model)))
+    with pytest.raises(ArtifactError, match=r"packed is not packed against a base"):
+        unpack_folder(tmp_path / "packed", tmp_path / "out", base=base_in(model))
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_cannot_be_a_base_says_why(model: Path, tmp_path: Path) -> None:
+    tuned = save_tuned(tmp_path / "tuned")
+    wide = tiny_model("llama", dtype=torch.float32)
+    wide.save_pretrained(tmp_path / "wide")
+    kinds = r"BF16 \[\d+, \d+\] here, F32 \[\d+, \d+\] there; give the model that it was fine-tuned from"
+    with pytest.raises(ArtifactError, match=rf"tuned shares with its base .*wide no dtype and shape .* is {kinds}"):
+        pack_folder(tuned, tmp_path / "out", base=find_base(str(tmp_path / "wide")))
+    save_pruned(tmp_path / "gpt", "gpt2")
+    with pytest.raises(ArtifactError, match=r"tuned shares with its base .*gpt no name of a tensor; give"):
+        pack_folder(tuned, tmp_path / "out", base=base_in(tmp_path / "gpt"))
+    pack_folder(tuned, tmp_path / "packed", base=base_in(model))
+    with pytest.raises(
+        ArtifactError, match=r"base .*packed is packed against a base itself; restore it with compressx"
+    ):
+        find_base(str(tmp_path / "packed"))
+    (tmp_path / "x.gguf").write_bytes(b"GGUF")
+    with pytest.raises(UnsupportedModelError, match=r"base .*x\.gguf is a GGUF file, expected a model in safetensors"):
+        find_base(str(tmp_path / "x.gguf"))
+    (model / "model.safetensors").rename(model / "pytorch_model.bin")
+    with pytest.raises(UnsupportedModelError, match=r"pytorch_model\.bin is a pickle checkpoint"):
+        find_base(str(model))
+    with pytest.raises(ArtifactError, match=r"model path .*nowhere does not exist"):
+        find_base(str(tmp_path / "nowhere"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_finished_file_of_an_interrupted_call_is_kept_unless_the_base_has_changed(
+    sharded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tuned = save_tuned(tmp_path / "tuned", shards=True)
+    shards = len([*tuned.glob("*.safetensors")])
+    for change, again in ((False, shards - 2), (True, shards - 1)):
+        with monkeypatch.context() as patched:
+            interrupted(patched, "pack_file", after=2)
+            with pytest.raises(KeyboardInterrupt):
+                pack_folder(tuned, tmp_path / f"out-{change}", base=base_in(sharded))
+        if change:
+            path, start, tensor = base_in(sharded).tensors[next(iter(load_file(min(tuned.glob("*.safetensors")))))]
+            data = bytearray(path.read_bytes())
+            data[start + tensor.begin] ^= 1
+            path.write_bytes(data)
+        with monkeypatch.context() as patched:
+            written = interrupted(patched, "pack_file", after=shards)
+            pack_folder(tuned, tmp_path / f"out-{change}", base=base_in(sharded))
+        assert len(written) == again
+        unpack_folder(tmp_path / f"out-{change}", tmp_path / f"again-{change}", base=base_in(sharded))
+        assert contents(tmp_path / f"again-{change}") == contents(tuned)
+
+
+def test_the_exporter_packs_against_the_base_of_a_run_if_they_have_tensors_in_common(
+    model: Path, tmp_path: Path
+) -> None:
+    tuned = save_tuned(tmp_path / "tuned")
+    tiny_model("llama", dtype=torch.float32).save_pretrained(tmp_path / "wide")
+    for base, name in ((model, "model"), (tmp_path / "wide", None), (None, None)):
+        folder = tmp_path / f"exports-{base and base.name}"
+        folder.mkdir()
+        PackedExporter(PackedOptions(compress=True)).export(FinishedModel(tuned, None, None, {}, base), folder)
+        assert sizes_of(folder).base == name
+    pack_folder(tuned, tmp_path / "packed", base=base_in(model))
+    assert contents(tmp_path / "exports-model") == contents(tmp_path / "packed")
+
+
+def test_a_base_from_the_hub_is_called_by_its_id(model: Path, tmp_path: Path) -> None:
+    snapshot = tmp_path / "models--org--name-7b" / "snapshots" / "0123"
+    shutil.copytree(model, snapshot)
+    assert base_in(snapshot).name == "org/name-7b"
+    assert base_in(model).name == "model"

@@ -29,7 +29,7 @@ from compressx.masks.maskset import MaskSet
 from compressx.models import blockwise
 from compressx.models.access import InMemory
 from compressx.models.architecture import survey
-from compressx.models.packed_folder import pack_folder
+from compressx.models.packed_folder import base_in, pack_folder
 from compressx.pipeline.run import plan, run
 from compressx.plugins.manager import Plugins, load_plugins
 from compressx.runtime.errors import ArtifactError, CalibrationError, CompressxError, RecipeError
@@ -559,6 +559,8 @@ def test_an_output_that_would_replace_what_a_run_reads_is_refused(model):
     run(recipe(model, output="earlier"))
     before = files("earlier")
     pack_folder(Path("earlier"), Path("packed"))
+    pack_folder(Path("earlier"), Path("small"), base=base_in(Path("earlier/model")))
+    small = {"path": "small", "base": "earlier"}
     shutil.copy(model.with_name("text.txt"), "earlier/notes.txt")
     text = {"dataset": {"text": "earlier/*.txt"}, "samples": 8, "sequence_length": 32}
     taught = {"steps": 1, "teacher": {"path": "earlier/model"}}
@@ -566,6 +568,7 @@ def test_an_output_that_would_replace_what_a_run_reads_is_refused(model):
     for asked, told in (
         (recipe(Path("earlier/model"), output="earlier") | dense, "earlier would overwrite the input model"),
         (recipe(Path("packed"), output="packed") | dense, "packed would overwrite the input model; name another"),
+        (recipe(model, output="earlier", model=small) | dense, "earlier would overwrite the input model; name another"),
         (recipe(model, output="earlier", finetune=taught), "earlier would overwrite the teacher of finetune"),
         (recipe(model, output="earlier", calibration=text), r"earlier would .* the text of calibration\.dataset; name"),
     ):

@@ -585,7 +585,7 @@ def test_an_override_changes_only_the_alias_it_names() -> None:
      ("prune.-1.sparsity=0.4", "prune takes an index from 0 to 1; got '-1'"),
      ("prune.first=1", "prune takes an index from 0 to 1; got 'first'"),
      ("output.x=1", "output is 'runs/x', which has no key 'x'; set output as a whole"),
-     ("model.dtyp=bfloat16", "unknown key 'dtyp' in model; did you mean 'dtype'? valid: dtype, file, id, "
+     ("model.dtyp=bfloat16", "unknown key 'dtyp' in model; did you mean 'dtype'? valid: base, dtype, file, id, "
                            "package, path, revision, sha256, streaming, trust_remote_code, version"),
      ("calibration.dataset.splt=test", "unknown key 'splt' in calibration.dataset; did you mean 'split'? valid: "
                                        "config, field, generate, json, name, revision, split, text"),
