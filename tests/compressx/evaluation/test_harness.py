@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import hashlib
+import importlib.util
 import json
 import math
 import random
@@ -434,6 +436,91 @@ def test_accuracy_on_pythons_documentation_is_above_chance_and_pruning_costs_som
             weight[weight.abs() <= weight.abs().flatten().kthvalue(weight.numel() * 7 // 10).values] = 0.0
     assert dense > 0.5
     assert run_tasks(pruned, smollm2.tokenizer, few, {})["python_docs"]["acc"] < dense
+
+
+IN_CONTEXT = PYTHON_DOCS.with_name("in_context.yaml")
+VARIANTS = ("16_examples", "no_examples", "flipped_examples")
+
+
+def accuracies(model: Any, tokenizer: Any, **values: Any) -> list[float]:
+    """Run the task and return what share each of its variants answers right."""
+    asked = settings(str(IN_CONTEXT), trust_task_code=True, **values)
+    figures = run_tasks(model, tokenizer, asked, {})
+    return [figures[f"in_context::{variant}"]["acc"] for variant in VARIANTS]
+
+
+class TestInContext:
+    @pytest.fixture
+    def module(self) -> Any:
+        spec = importlib.util.spec_from_file_location("in_context", IN_CONTEXT.with_suffix(".py"))
+        spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
+        return module
+
+    def test_documents_are_the_same_everywhere(self, module: Any) -> None:
+        """Figures of other machines and other days are of the same words: what changes them is another version."""
+        random.seed(1)
+        rows = module.documents()["test"].to_list()
+        assert rows == module.documents()["test"].to_list()
+        told = hashlib.sha256(json.dumps(rows).encode()).hexdigest()
+        assert told == "105c08358211250f1d985340506c16be22a5935de1b38ce5f3fedf84e3f2f766"
+
+    def test_each_word_is_asked_about_beside_examples_of_either_rule(self, module: Any) -> None:
+        """Of two neighbours exactly one is right for whoever does not read the examples."""
+        kinds = {word: number for number, kind in enumerate(module.KINDS) for word in kind.split()}
+        rows = module.documents()["test"].to_list()
+        assert len(kinds) == sum(len(kind.split()) for kind in module.KINDS), "no word is of two kinds"
+        assert sorted(row["word"] for row in rows[::2]) == sorted(kinds)
+        assert [row["word"] for row in rows[::2]] == [row["word"] for row in rows[1::2]]
+        assert all(first["answer"] == 1 - second["answer"] for first, second in zip(rows[::2], rows[1::2], strict=True))
+        for row in rows:
+            shown = {example["word"]: example["label"] for example in row["examples"]}
+            assert len(shown) == module.SHOTS
+            assert row["word"] not in shown
+            alike = [word for word in shown if kinds[word] == kinds[row["word"]]]
+            others = [word for word in shown if word not in alike]
+            assert {kinds[word] for word in others} != {kinds[row["word"]]}
+            assert len({kinds[word] for word in others}) == 1
+            assert len(alike) == len(others) == module.SHOTS // 2
+            assert {shown[word] for word in alike} == {row["answer"]}
+            assert {shown[word] for word in others} == {1 - row["answer"]}
+
+    def test_who_follows_the_examples_is_always_right_and_with_flipped_labels_always_wrong(
+        self, module: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        kinds = {word: number for number, kind in enumerate(module.KINDS) for word in kind.split()}
+        prompts: dict[str, list[str]] = {}
+
+        def follow(self: Any, requests: list[Any], **_: Any) -> list[tuple[float, bool]]:
+            answers = []
+            for request in requests:
+                prompt, label = request.args
+                prompts.setdefault(request.task_name, []).append(prompt)
+                *examples, asked = prompt.split("\n")
+                of = {kinds[word]: shown for word, shown in (example.split(":") for example in examples)}
+                answers.append((float(label == of.get(kinds[asked.removesuffix(":")], " A")), False))
+            return answers
+
+        monkeypatch.setattr("lm_eval.models.huggingface.HFLM.loglikelihood", follow)
+        assert accuracies(tiny_model("llama"), tokenizer) == [1.0, 0.5, 0.0]
+        shown, none, flipped = (prompts[f"in_context::{variant}"] for variant in VARIANTS)
+        assert flipped == [re.sub(": ([AB])", lambda m: ": " + "BA"["AB".index(m[1])], prompt) for prompt in shown]
+        assert none == [prompt.rsplit("\n", 1)[-1] for prompt in shown]
+        assert re.fullmatch(r"(\w+: [AB]\n){16}\w+:", shown[0])
+
+    def test_without_examples_any_model_is_right_once_of_two_times(self, tokenizer: Any) -> None:
+        model = tiny_model("llama")
+        model.config.max_position_embeddings = 1024  # what is longer would be cut off, the examples first
+        with_examples, without, flipped = accuracies(model, tokenizer, limit=8)
+        assert without == 0.5
+        assert {with_examples, flipped} <= {n / 8 for n in range(9)}
+
+    @pytest.mark.slow
+    def test_a_real_model_follows_the_examples(self, smollm2: Any) -> None:
+        """Measured: 0.95 and 0.1. Chance is right about 33 or more of 40 documents twice in 100,000 times."""
+        with_examples, without, flipped = accuracies(smollm2.model, smollm2.tokenizer, limit=40)
+        assert without == 0.5
+        assert with_examples > 0.8
+        assert flipped < 0.2
 
 
 class TestRunTasks:
