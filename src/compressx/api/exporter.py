@@ -20,7 +20,8 @@ class FinishedModel:
         access: its weights, in memory or streamed from disk; `access.model` is the transformers model.
         tokenizer: its tokenizer.
         masks: which weights are kept, by the names of linears: a `masks.MaskSet`.
-        base: folder with the safetensors of the model whose bits a dropped weight has, if the recipe names a `base`.
+        base: folder with the safetensors of the model whose bits a dropped weight has, if the recipe names a `base`
+            that is no GGUF file.
     """
 
     folder: Path

@@ -156,11 +156,13 @@ def inspect(
     from compressx.cli import tables, terminal
     from compressx.evaluation.saved import source_of
     from compressx.masks.inspect import inspect as look
+    from compressx.models.packed_folder import needs_base
     from compressx.report import markdown
     from compressx.report.section import Section
     from compressx.runtime.files import atomic_write, os_errors_named
 
-    source = source_of(model, revision=revision, trust_remote_code=trust_remote_code)
+    needed = base if needs_base(model) else None  # a packed fine-tune also needs it to be read
+    source = source_of(model, revision=revision, trust_remote_code=trust_remote_code, base=needed)
     other = None if base is None else source_of(base, trust_remote_code=trust_remote_code)
     if output is not None:
         with os_errors_named("write", output):  # before the minutes that spectra take

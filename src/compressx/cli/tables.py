@@ -150,9 +150,10 @@ def of_applied(applied: Applied, output: Path) -> Iterator[Section]:
     """Yield what putting masks on a model changed."""
     dropped = sum(x.dropped_not_zero for x in applied.before.values())
     zero = sum(x.kept_zero for x in applied.before.values())
-    also = f"; {zero} weights that the masks keep were zero" if zero else ""
+    also = f"; {zero} weights that the masks keep were so already" if zero else ""
     on = f"masks on {applied.masked} of {applied.linears} linears"
-    yield Section(note=f"{on}: {dropped} weights became zero{also}; written to {output}")
+    became = "the base's" if applied.based else "zero"
+    yield Section(note=f"{on}: {dropped} weights became {became}{also}; written to {output}")
 
 
 def of_inspection(found: Inspection) -> Iterator[Section]:

@@ -26,6 +26,7 @@ from compressx.models.architecture import survey
 from compressx.models.checkpoint import find_checkpoint, keep_settings
 from compressx.models.export import output_folder
 from compressx.models.loading import load_model, load_skeleton, load_tokenizer
+from compressx.models.packed_folder import needs_base
 from compressx.models.shards import save_model
 from compressx.models.streaming import open_model
 from compressx.plugins.kinds import EVALUATOR
@@ -127,6 +128,8 @@ def evaluate_saved(
         CompressxError: an error that the user can fix.
     """
     where = device_for(device)
+    loaded = None if masks is None else MaskSet.load(masks)
+    source, base = _of_masks(source, loaded)
     checkpoint = find_checkpoint(source)
     tokenizer = load_tokenizer(checkpoint)
     skeleton = load_skeleton(checkpoint)
@@ -136,11 +139,19 @@ def evaluate_saved(
     check_evaluators(settings, plugins, skeleton, tokenizer, mistakes)
     mistakes.raise_all()
     ready = read_evaluators(settings, plugins, tokenizer, skeleton)
-    loaded = None if masks is None else MaskSet.load(masks)
     access: Access = open_model(checkpoint, False if loaded is not None else source.streaming, where)
     if loaded is not None:
-        loaded.apply(access.model)
+        loaded.apply(access.model, base=base)
     return evaluate(access, tokenizer, ready, selecting=selecting, progress=progress)
+
+
+def _of_masks(source: ModelSource, masks: MaskSet | None) -> tuple[ModelSource, Any]:
+    """Return the source, and the base that masks of a difference need, loaded; the model itself may need it, too."""
+    if source.base is None or masks is None or not masks.of_difference:
+        return source, None
+    base = load_model(find_checkpoint(source_of(source.base, dtype=source.dtype)))
+    packed = source.path is not None and needs_base(source.path)
+    return (source if packed else source.model_copy(update={"base": None})), base
 
 
 @dataclass(frozen=True)
@@ -152,11 +163,13 @@ class Applied:
         linears: number of linears in the model's blocks, plus masked ones outside them.
         before: by name, how many dropped weights were not zero before, and how many kept ones were zero; names with
             neither are left out.
+        based: whether they became a base's weights in place of zeros.
     """
 
     masked: int
     linears: int
     before: Mapping[str, Deviation]
+    based: bool = False
 
 
 def apply_masks(masks: Path, source: ModelSource, output: Path, *, original: bool = False) -> Applied:
@@ -172,14 +185,15 @@ def apply_masks(masks: Path, source: ModelSource, output: Path, *, original: boo
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ArtifactError(f"output {output} exists; name a new folder")
     loaded = MaskSet.load(masks)
+    source, base = _of_masks(source, loaded)
     checkpoint = find_checkpoint(source)
     tokenizer = load_tokenizer(checkpoint)
     model = load_model(checkpoint)
-    before = loaded.deviations(model)
-    loaded.apply(model, original=original)
+    before = loaded.deviations(model, base=base)
+    loaded.apply(model, original=original, base=base)
     with output_folder(output) as folder:
         save_model(model, tokenizer, folder / "model")
         keep_settings(checkpoint, folder / "model")
         with os_errors_named("copy", masks):
             shutil.copyfile(masks, folder / "masks.safetensors")
-    return Applied(len(loaded), len({*survey(model).linears, *loaded}), before)
+    return Applied(len(loaded), len({*survey(model).linears, *loaded}), before, base is not None)

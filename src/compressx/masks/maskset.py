@@ -88,6 +88,11 @@ class MaskSet(Mapping[str, MaskEntry]):
         kept = sum(int(torch.count_nonzero(entry.keep)) for entry in self.values())
         return (total - kept) / total if total else 0.0
 
+    @property
+    def of_difference(self) -> bool:
+        """Whether they drop weights to those of a base, in place of zeros."""
+        return any(entry.base is not None for entry in self.values())
+
     def save(self, path: Path | str) -> None:
         """Write the masks to a file, atomically. The format is described in `compressx.masks.file`.
 
@@ -193,7 +198,7 @@ class MaskSet(Mapping[str, MaskEntry]):
         Raises:
             ArtifactError: as for `apply`.
         """
-        if any(entry.base for entry in self.values()):
+        if self.of_difference:
             raise ArtifactError(
                 "these masks drop weights to a base's, and only zeros can be held; fine-tune without them, then prune "
                 "the difference again"

@@ -14,7 +14,7 @@ from compressx.api.exporter import Exporter, FinishedModel
 from compressx.data.documents import local_files
 from compressx.masks.maskset import MaskSet
 from compressx.models.architecture import find_blocks
-from compressx.models.checkpoint import Checkpoint, keep_settings
+from compressx.models.checkpoint import Checkpoint, find_checkpoint, keep_settings, local_folder
 from compressx.models.export import check_output, not_written, refuse_overwriting, room_for
 from compressx.models.shards import save_model
 from compressx.planning.plan import Plan
@@ -102,7 +102,9 @@ def written(state: RunState, output: Path) -> Iterator[dict[str, Any]]:
         PluginError: an exporter that fails.
     """
     masks = MaskSet.load(output / "masks.safetensors")
-    model = FinishedModel(output / "model", state.access, state.tokenizer, masks)
+    base = None if state.recipe.base is None else find_checkpoint(state.recipe.base)
+    folder = None if base is None or base.gguf_file is not None else local_folder(base)
+    model = FinishedModel(output / "model", state.access, state.tokenizer, masks, folder)
     shutil.rmtree(output / "exports", ignore_errors=True)  # left by an interrupted run
     for i, export in enumerate(state.recipe.export):
         folder = model.folder if export.format == _OWN else output / "exports" / export.format

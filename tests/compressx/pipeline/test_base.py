@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.compressx.cli.commands import printed
+from tests.compressx.cli.commands import printed, refused
 from tests.compressx.pipeline.runs import recipe, same, weights
 from tests.compressx.processes import in_two
 from tests.compressx.saved import save_tiny
@@ -276,6 +276,30 @@ def test_inspect_counts_the_weights_that_are_not_the_bases_though_a_mask_drops_t
     text = printed("inspect", "out")
     assert "compared with out/masks.safetensors, which drops to the weights of a base: give it by --base" in text
     assert "0 weights are not of the base that it drops" in printed("inspect", "out", "--base", str(base))
+
+
+def test_the_commands_take_a_difference_with_its_base_as_masks_and_packed(tuned: tuple[Path, Path]) -> None:
+    base, model = tuned
+    sections = {"export": ["safetensors", "packed"], "evaluate": None}
+    run(recipe(model, {"targets": ["*"], "pruner": "magnitude", "sparsity": 0.9}, base={"path": str(base)}) | sections)
+    told = printed("apply", "out/masks.safetensors", str(model), "--base", str(base), "--output", "applied")
+    assert "weights became the base's" in told
+    assert same(weights("applied"), weights("out"))
+    assert "they drop weights to those of a base model" in refused(
+        "apply", "out/masks.safetensors", str(model), "--output", "zeros"
+    )
+    text = f"evaluate.token_perplexity={{dataset: {{text: {model.with_name('text.txt')}}}, sequence_length: 32}}"
+    measured = [
+        printed("eval", *given, "--base", str(base), "--set", text, "--json")
+        for given in ((str(model), "--masks", "out/masks.safetensors"), ("out/exports/packed",))
+    ]
+    assert measured[0] == measured[1] == printed("eval", "out", "--set", text, "--json")
+    packed = Path("out/exports/packed/model.packed.safetensors").stat().st_size
+    assert packed < 0.75 * Path("out/model/model.safetensors").stat().st_size  # with an embedding that moved whole
+    assert "give that model's folder or hub id by --base" in refused("eval", "out/exports/packed")
+    assert "0 weights are not of the base that it drops" in printed(
+        "inspect", "out/exports/packed", "--masks", "out/masks.safetensors", "--base", str(base)
+    )
 
 
 def test_dares_expected_difference_is_the_difference(tuned: tuple[Path, Path]) -> None:
