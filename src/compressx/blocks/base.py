@@ -7,6 +7,7 @@ With W = W_0 + tau, a pruner of single linears prunes tau as it would prune W, b
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -83,17 +84,14 @@ class TakeFromBase(Stage):
             own = state.inputs.get("model") or weights_fingerprint(state.access)
             if own == (state.inputs.get("base") or weights_fingerprint(state.base)):
                 raise ArtifactError("it has the model's own weights, so that there is no difference to prune")
-        state.results["base"] = str(state.recipe.base and (state.recipe.base.id or state.recipe.base.path))
-        model = state.access.model
+        source, model = state.recipe.base, state.access.model
+        state.results["base"] = str(source and (source.id or source.path or source.package))
         left = {name for glob in state.recipe.base_keeps or () for name in _kept(model, state.plan, glob)}
         for fqn in (OUTSIDE, *find_blocks(model)) if left else ():
             with state.base.materialise(fqn):
-                theirs = {
-                    name: x for name, x in state.base.model.state_dict().items() if name in left and not x.is_meta
-                }
-                for name, x in theirs.items():
-                    model.get_parameter(name).data.copy_(x)
-            left -= theirs.keys()
+                for name, x in state.base.model.state_dict().items():
+                    if name in left and not x.is_meta:
+                        model.get_parameter(name).data.copy_(x)
 
     def sentences(self, report: Any) -> Iterator[str]:
         """Say from what the difference was pruned."""
@@ -111,9 +109,7 @@ def open_base_of(state: RunState) -> None:
 def _check_base(state: RunState, checkpoint: Checkpoint) -> None:
     """Refuse a base of another architecture, dtype or vocabulary, or the model itself."""
     model, where = state.skeleton, checkpoint.location
-    if state.checkpoint is not None and (where, checkpoint.gguf_file) == (
-        state.checkpoint.location, state.checkpoint.gguf_file,
-    ):  # fmt: skip
+    if state.checkpoint is not None and checkpoint == replace(state.checkpoint, dtype=checkpoint.dtype):
         raise ArtifactError(f"{where} is the model itself; name the model that it was fine-tuned from")
     base = load_skeleton(checkpoint)
     if type(base) is not type(model):
@@ -129,11 +125,9 @@ def _check_base(state: RunState, checkpoint: Checkpoint) -> None:
                 "expected the same shapes, and the same vocabulary"
             )
     if (dtype := dtype_of(checkpoint, base.config)) != state.dtype:
-        shown = [str(x).removeprefix("torch.") for x in (dtype, state.dtype)]
-        raise UnsupportedModelError(
-            f"{where} is {shown[0]}, and the model {shown[1]}; load both in one dtype, such as base: {{..., dtype: "
-            f"{shown[1]}}}"
-        )
+        has, wanted = (str(x).removeprefix("torch.") for x in (dtype, state.dtype))
+        told = f"load both in one dtype, such as base: {{..., dtype: {wanted}}}"
+        raise UnsupportedModelError(f"{where} is {has}, and the model {wanted}; {told}")
     if state.checkpoint is not None and state.tokenizer is not None:
         own, other = (_ordinary(x) for x in (state.tokenizer, load_tokenizer(checkpoint)))
         if differ := [token for token in own.keys() | other.keys() if own.get(token) != other.get(token)]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from compressx.api.projections import find_projections, head_size
-from compressx.api.pruner import Block, Linear
+from compressx.api.pruner import Block
 from compressx.masks.file import MaskEntry, read_masks
 from compressx.masks.maskset import shrunk_note
 from compressx.models.access import Access, with_base
@@ -231,7 +231,9 @@ def _inspected(
                     unread.append(str(error))
             for name, linear in linears.items():
                 zero, entry = linear.held == 0, entries.get(name)
-                dropped = zero if entry is None or entry.base is None else _as_base(linear)
+                dropped = zero if entry is None or entry.base is None else None
+                if dropped is None and linear.base is not None:
+                    dropped = linear.held == linear.base
                 mask = None if entry is None else f"{entry.pruner} {entry.pattern}{AS_BASE if entry.base else ''}"
                 yield Inspected(
                     name, (linear.out_features, linear.in_features), int(zero.sum()), pattern_of(zero),
@@ -241,11 +243,6 @@ def _inspected(
                     heads.get(name, ()),
                     None if linear.base is None else Change.of(linear.held, linear.base, spectrum=spectrum),
                 )  # fmt: skip
-
-
-def _as_base(linear: Linear) -> Tensor | None:
-    """Return which weights are the base's; None without one."""
-    return None if linear.base is None else linear.held == linear.base
 
 
 def _off_mask(name: str, entry: MaskEntry, dropped: Tensor | None) -> int | None:

@@ -267,6 +267,7 @@ _ARGUMENT = "the argument calibration"
 _NOT_IN_MEMORY = {
     "model": "the model is the one that is passed to prune; leave it out, or call compressx.run",
     "output": "a model in memory is pruned without writing files; leave it out, or call compressx.run",
+    "base_keeps": "copy these parameters before, or call compressx.run",
     "export": "a model in memory is not written; leave it out, or call compressx.run",
     "shrink": "the smaller model is written to an output folder; leave it out, or call compressx.run",
 }
