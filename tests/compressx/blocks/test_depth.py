@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from compressx import PluginError, PrunerSpec, UnsupportedModelError
 from compressx.blocks.depth import score_blocks
+from compressx.blocks.fisher import divergences, gradients
 from compressx.blocks.prune import prune_model
 from compressx.models.access import InMemory
 from compressx.models.architecture import find_blocks, survey
@@ -52,6 +53,26 @@ def hidden_states(model: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
     for hook in hooks:
         hook.remove()
     return seen
+
+
+@pytest.mark.parametrize("base", [False, True])
+def test_a_divergence_is_that_of_what_the_block_or_its_difference_from_a_base_adds(base: bool) -> None:
+    model = tiny_model("llama")
+    plan = planned(model, THIRD | {"pruner": "divergence"})
+    other = tiny_model("llama", seed=1) if base else None
+    access = InMemory(model, base=None if other is None else InMemory(other))
+    assert plan.depth is not None
+    found = score_blocks(access, plan.depth, BATCHES)
+    slopes = gradients(InMemory(model), survey(model), find_blocks(model), BATCHES)
+    states = hidden_states(model)
+    rotary = model.model.rotary_emb(states[0][0].float(), torch.arange(TOKENS.shape[1])[None])
+    for i, (fqn, (before, after)) in enumerate(zip(found, states, strict=True)):
+        without = before
+        if other is not None:
+            with torch.no_grad():
+                without = other.model.layers[i](before.float(), position_embeddings=rotary).double()
+        each = divergences(after - without, torch.cat(slopes[fqn]).double())
+        assert found[fqn] == pytest.approx(float(each.double().mean()), rel=1e-3)
 
 
 def plan_with(pruner: object, model: Any) -> PlannedDepth:

@@ -78,6 +78,17 @@ def test_what_is_dropped_is_the_bases_to_the_bit_and_the_rest_stays_close_to_the
     assert json.loads(Path("out/model/config.json").read_text())["compressx"]["base"] == str(base)
 
 
+@pytest.mark.parametrize("architecture", ["gpt2", "mixtral", "gpt-oss"])
+def test_weights_that_are_stored_transposed_or_fused_drop_to_the_bases(tmp_path: Path, architecture: str) -> None:
+    base = save_tiny(tmp_path / "base", architecture)
+    tuned = save_tuned(base, tmp_path / "tuned")
+    run(recipe(tuned, {"targets": ["*"], "pruner": "wanda", "sparsity": 0.75}, base={"path": str(base)}))
+    masks, after, theirs = MaskSet.load("out/masks.safetensors"), loaded(Path("out/model")), loaded(base)
+    assert masks.sparsity() == 0.75
+    assert masks.verify(after, base=theirs)
+    assert all(x.kept_zero == 0 for x in masks.deviations(after, base=theirs).values())
+
+
 @pytest.mark.parametrize("pruner", OF_LINEARS)
 def test_where_nothing_is_dropped_the_fine_tune_is_written_byte_for_byte(pair: tuple[Path, Path], pruner: str) -> None:
     base, tuned = pair
