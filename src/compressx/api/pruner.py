@@ -8,16 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 import torch
+from pydantic import BaseModel
 from torch import Tensor, nn
 
 from compressx.api.patterns import Group, Pattern, UnitKind
 from compressx.runtime.errors import PluginError, blamed_on
-
-if TYPE_CHECKING:
-    from pydantic import BaseModel
 
 Reduction: TypeAlias = Literal["sum", "max", "cat"]
 
@@ -298,6 +296,10 @@ class DepthPruner(Protocol):
 
 
 AnyPruner: TypeAlias = Pruner | PreparingPruner
+
+
+class NoOptions(BaseModel):
+    """The `options` of a plugin that has none."""
 
 
 @dataclass(frozen=True)

@@ -7,16 +7,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
-from compressx import Block, PrunerSpec, hookimpl
-
-
-class DivergenceOptions(BaseModel):
-    """There are no options."""
-
-    model_config = ConfigDict(extra="forbid")
+from compressx import Block, NoOptions, PrunerSpec, hookimpl
 
 
 @dataclass
@@ -64,7 +57,7 @@ def compressx_pruners() -> list[PrunerSpec]:
         PrunerSpec(
             name="divergence",
             summary="drops the blocks, or reverts them to a base, whose absence changes the predictions least",
-            options=DivergenceOptions,
+            options=NoOptions,
             build=lambda _: Divergence(),
             groups=(),
             nm=False,

@@ -4,15 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from pydantic import BaseModel, ConfigDict
-
-from compressx import Block, Pattern, PruneResult, PrunerSpec, Statistic, hookimpl, keep_masks
-
-
-class MagnitudeOptions(BaseModel):
-    """Magnitude pruning has no options."""
-
-    model_config = ConfigDict(extra="forbid")
+from compressx import Block, NoOptions, Pattern, PruneResult, PrunerSpec, Statistic, hookimpl, keep_masks
 
 
 class Magnitude:
@@ -39,7 +31,7 @@ def compressx_pruners() -> list[PrunerSpec]:
         PrunerSpec(
             name="magnitude",
             summary="drops the smallest weights; no calibration",
-            options=MagnitudeOptions,
+            options=NoOptions,
             build=lambda _: Magnitude(),
             separable=True,
             groups=("layer", "row", "joint"),

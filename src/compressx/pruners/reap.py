@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
 from compressx import (
     Block,
     Linear,
+    NoOptions,
     Pattern,
     PruneResult,
     PrunerSpec,
@@ -25,12 +25,6 @@ from compressx import (
 
 _OUTPUT = "down_proj"
 """The linear whose output is the expert's."""
-
-
-class ReapOptions(BaseModel):
-    """REAP has no options."""
-
-    model_config = ConfigDict(extra="forbid")
 
 
 @dataclass
@@ -115,7 +109,7 @@ def compressx_pruners() -> list[PrunerSpec]:
         PrunerSpec(
             name="reap",
             summary="drops the experts of the least router weight x ||output|| (arXiv 2510.13999)",
-            options=ReapOptions,
+            options=NoOptions,
             build=lambda _: Reap(),
             groups=(),
             nm=False,

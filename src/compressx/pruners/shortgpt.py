@@ -7,16 +7,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
-from compressx import Block, PrunerSpec, hookimpl
-
-
-class ShortGPTOptions(BaseModel):
-    """ShortGPT has no options."""
-
-    model_config = ConfigDict(extra="forbid")
+from compressx import Block, NoOptions, PrunerSpec, hookimpl
 
 
 @dataclass
@@ -61,7 +54,7 @@ def compressx_pruners() -> list[PrunerSpec]:
         PrunerSpec(
             name="shortgpt",
             summary="drops the blocks that turn the hidden states least (arXiv 2403.03853)",
-            options=ShortGPTOptions,
+            options=NoOptions,
             build=lambda _: ShortGPT(),
             groups=(),
             nm=False,

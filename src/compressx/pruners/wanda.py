@@ -4,25 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from pydantic import BaseModel, ConfigDict
-
-from compressx import (
-    Block,
-    FeatureNorms,
-    Pattern,
-    PruneResult,
-    PrunerSpec,
-    Statistic,
-    hookimpl,
-    keep_masks,
-)
+from compressx import Block, FeatureNorms, NoOptions, Pattern, PruneResult, PrunerSpec, Statistic, hookimpl, keep_masks
 from compressx.numerics.wanda import wanda_scores
-
-
-class WandaOptions(BaseModel):
-    """Wanda has no options."""
-
-    model_config = ConfigDict(extra="forbid")
 
 
 class Wanda:
@@ -51,7 +34,7 @@ def compressx_pruners() -> list[PrunerSpec]:
         PrunerSpec(
             name="wanda",
             summary="drops the smallest |W|*||X|| of each row (arXiv 2306.11695)",
-            options=WandaOptions,
+            options=NoOptions,
             build=lambda _: Wanda(),
             separable=True,
             groups=("row", "layer", "joint"),

@@ -3,16 +3,9 @@
 from __future__ import annotations
 
 import torch
-from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
-from compressx import AttentionRows, ModelFacts, TokenSelectorSpec, hookimpl
-
-
-class RandomOptions(BaseModel):
-    """Random has no options."""
-
-    model_config = ConfigDict(extra="forbid")
+from compressx import AttentionRows, ModelFacts, NoOptions, TokenSelectorSpec, hookimpl
 
 
 class Random:
@@ -35,7 +28,7 @@ def compressx_token_selectors() -> list[TokenSelectorSpec]:
         TokenSelectorSpec(
             name="random",
             summary="tokens at random, a baseline; reads no attention",
-            options=RandomOptions,
+            options=NoOptions,
             build=lambda _: Random(),
         )
     ]

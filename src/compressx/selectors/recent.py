@@ -3,16 +3,9 @@
 from __future__ import annotations
 
 import torch
-from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
-from compressx import AttentionRows, ModelFacts, TokenSelectorSpec, hookimpl
-
-
-class RecentOptions(BaseModel):
-    """Recent has no options."""
-
-    model_config = ConfigDict(extra="forbid")
+from compressx import AttentionRows, ModelFacts, NoOptions, TokenSelectorSpec, hookimpl
 
 
 class Recent:
@@ -35,7 +28,7 @@ def compressx_token_selectors() -> list[TokenSelectorSpec]:
         TokenSelectorSpec(
             name="recent",
             summary="the last tokens; reads no attention (arXiv 2309.17453)",
-            options=RecentOptions,
+            options=NoOptions,
             build=lambda _: Recent(),
         )
     ]
