@@ -40,7 +40,8 @@ def card(loaded: LoadedRecipe, plan: Plan, report: RunReport, checkpoint: Checkp
 
     data = ModelCardData(
         base_model=loaded.recipe.model.id, **license_of(checkpoint), library_name="transformers",
-        pipeline_tag="text-generation", tags=["compressx", *(["pruned", _left(report)] if report.layers else [])],
+        pipeline_tag="text-generation",
+        tags=["compressx", *(["pruned", _left(report).replace(" ", "-")] if report.layers else [])],
     )  # fmt: skip
     return f"---\n{data.to_yaml()}\n---\n\n{markdown.page([*_sections(loaded, plan, report)])}"
 
