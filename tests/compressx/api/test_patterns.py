@@ -108,7 +108,7 @@ def test_features_that_do_not_divide_by_m_are_refused_with_both_numbers():
 
 
 @pytest.mark.parametrize(
-    "make", [lambda: Unstructured(1.0), lambda: Unstructured(-0.1), lambda: NM(5, 4), lambda: NM(0, 4)]
+    "make", [lambda: Unstructured(1.1), lambda: Unstructured(-0.1), lambda: NM(5, 4), lambda: NM(0, 4)]
 )
 def test_impossible_patterns_cannot_be_made(make):
     with pytest.raises(ValueError, match="got"):
