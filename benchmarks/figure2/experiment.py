@@ -19,8 +19,7 @@ from scipy.stats import t as student_t
 from torch import Tensor
 
 from compressx import Unstructured, drop_lowest
-from compressx.numerics.obs import inverse_cholesky, sweep
-from compressx.numerics.wanda import wanda_scores
+from compressx.numerics.obs import inverse_cholesky, sweep, wanda_scores
 from compressx_attnprune.algorithm1 import FusedScores, Learned, binarize, learn_mask
 
 Panel: TypeAlias = Literal["lambda", "n", "rho"]

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from compressx import NM, FixedMask, Pattern, Unstructured
-from compressx.numerics.obs import inverse_cholesky, sweep
-from compressx.numerics.wanda import wanda_scores
+from compressx.numerics.obs import inverse_cholesky, sweep, wanda_scores
 from compressx_attnprune.attention import Pair
 from compressx_attnprune.losses import parts
 

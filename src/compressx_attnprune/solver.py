@@ -14,7 +14,7 @@ from functools import cached_property
 from torch import Tensor
 
 from compressx import NM, FixedMask, Pattern, keep_masks
-from compressx.numerics.wanda import wanda_scores
+from compressx.numerics.obs import wanda_scores
 from compressx_attnprune import baselines, gauss_newton, training
 from compressx_attnprune.attention import Pair
 from compressx_attnprune.baselines import InputStatistics

@@ -28,7 +28,7 @@ from compressx.blocks.select import Decision, PreparedValues, decide_all, gather
 from compressx.models.access import Access
 from compressx.models.architecture import survey
 from compressx.models.blockwise import Keep, Run, advance, capture, each_block, in_memory, passes
-from compressx.numerics.wanda import wanda_scores
+from compressx.numerics.obs import wanda_scores
 from compressx.planning.plan import PlannedRule
 from compressx.runtime.errors import CalibrationError
 from compressx.runtime.finite import refuse_damage

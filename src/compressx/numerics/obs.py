@@ -2,7 +2,7 @@
 
 Two steps: the upper Cholesky factor of the inverse Hessian, then a sweep over the columns of a weight, left to right,
 that zeroes what the mask drops and pushes each column's error onto the columns still to come. Any method that has a
-mask and a Hessian can use the sweep as its weight update.
+mask and a Hessian can use the sweep as its weight update. Wanda's score is that of a diagonal Hessian, without a sweep.
 """
 
 from __future__ import annotations
@@ -234,3 +234,19 @@ def _choose(
     count = count_dropped(pattern.sparsity, stop * unit) - count_dropped(pattern.sparsity, start * unit)
     shaped = scores if pattern.group == "row" else scores.reshape(1, -1)
     return drop_lowest(shaped, count, known_finite=True).view(scores.shape)
+
+
+def wanda_scores(weight: Tensor, norms: Tensor) -> Tensor:
+    """Score each weight by its share of the output's magnitude, |W_ij| * ||X_j||_2 as Wanda does.
+
+    Equation 1 of arXiv 2306.11695: the root of OBS's score where the Hessian is diagonal.
+
+    Args:
+        weight: [..., out_features, in_features] in any float dtype.
+        norms: ||X_j||_2 over all calibration tokens [in_features], or of a shape that broadcasts.
+
+    Returns:
+        Scores of the weight's shape, on its device and in the dtype of the norms.
+    """
+    norms = norms.to(weight.device)
+    return weight.to(norms.dtype, copy=True).abs_().mul_(norms)  # in place: each new array is fresh pages of the system

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from compressx import Block, FeatureNorms, NoOptions, Pattern, PruneResult, PrunerSpec, Statistic, hookimpl, keep_masks
-from compressx.numerics.wanda import wanda_scores
+from compressx.numerics.obs import wanda_scores
 
 
 class Wanda:

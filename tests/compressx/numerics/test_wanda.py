@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from compressx.numerics.wanda import wanda_scores
+from compressx.numerics.obs import wanda_scores
 
 
 @pytest.mark.parametrize("weights", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
