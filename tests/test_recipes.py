@@ -50,9 +50,9 @@ def test_a_recipe_plans_every_linear_of_the_real_model(project: Path, monkeypatc
         monkeypatch.setattr(stages, name, cache(getattr(stages, name)))
     plugins = load_plugins(toml=_ROOT / "plugins.toml")
     tuned = find_checkpoint(load_recipe(_ROOT / "recipes/tune.yaml").recipe.model)
-    save_model(load_model(tuned), load_tokenizer(tuned), Path("runs/tune/model"))  # which delta-90 begins with
+    save_model(load_model(tuned), load_tokenizer(tuned), Path("tuned"))  # as what delta-90 begins with
     for path in _RECIPES:
-        planned = plan(path, plugins=plugins)
+        planned = plan(path, plugins=plugins, overrides=["model.path=tuned"] if path.stem == "delta-90" else [])
         if path in _SELECT_ONLY:
             assert not planned.linears, path
             continue

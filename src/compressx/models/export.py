@@ -139,15 +139,19 @@ def output_folder(
                 if folder.exists():
                     folder.rename(earlier)
                 building.rename(folder)
-                # Only now: until the rename, a later call may resume from them.
-                (folder / STATE).unlink(missing_ok=True)
-                shutil.rmtree(folder / BLOCKS, ignore_errors=True)
+                forget_blocks(folder)  # only now: until the rename, a later call may resume from them
                 sync(folder.parent)
         finally:
             # After success only `earlier` is left to remove. After a failure remove `building` and restore `earlier`.
             if not (building / STATE).exists():
                 shutil.rmtree(building, ignore_errors=True)
             _settle(earlier, folder)
+
+
+def forget_blocks(folder: Path) -> None:
+    """Remove what a run could have been resumed from, once its output is complete."""
+    (folder / STATE).unlink(missing_ok=True)
+    shutil.rmtree(folder / BLOCKS, ignore_errors=True)
 
 
 def unfinished(target: Path) -> list[Path]:

@@ -18,7 +18,7 @@ from pydantic import TypeAdapter
 from compressx.api.record import RunReport, total_sparsity
 from compressx.evaluation.evaluators import with_evaluators
 from compressx.models.access import Device, device_for
-from compressx.models.export import check_unfinished, output_folder, unfinished
+from compressx.models.export import check_unfinished, forget_blocks, output_folder, unfinished
 from compressx.models.streaming import open_model
 from compressx.pipeline.card import card
 from compressx.pipeline.inputs import opened
@@ -146,7 +146,8 @@ def _is_finished_before(state: RunState) -> bool:
     output, finished = state.recipe.output, False
     if state.ranks.first and not unfinished(output):
         with state.loaded.at("output"):
-            finished = is_finished(state.loaded, replace=state.replace)
+            if finished := is_finished(state.loaded, replace=state.replace):
+                forget_blocks(output.expanduser())  # if it was killed before it could
     if finished := state.ranks.broadcast(finished):
         state.note(f"{output} is finished; nothing is left to resume")
     return finished

@@ -230,6 +230,10 @@ def _base_mistakes(loaded: LoadedRecipe) -> Iterator[str]:
     """Yield a message for each section that takes what masks drop for zeros, though they drop to a base's weights."""
     recipe = loaded.recipe
     if recipe.base is None:
+        for i, rule in enumerate(recipe.prune):
+            if rule.sparsity == 1:
+                where = loaded.where("prune", i, "sparsity")
+                yield f"{where}: prune[{i}].sparsity is 1; expected less than 1 without base"
         if recipe.base_keeps is not None:
             yield f"{loaded.where('base_keeps')}: base_keeps only goes with base, the model that weights are taken from"
         return

@@ -313,6 +313,16 @@ def test_killed_at_random_moments_a_run_still_ends_with_the_same_files(model, st
     assert artifacts("out") == artifacts("whole")
 
 
+def test_a_run_that_was_killed_when_its_output_was_there_leaves_nothing_once_it_is_resumed(quick) -> None:
+    run(quick)
+    before = artifacts("out")
+    Path("out/blocks").mkdir()
+    Path("out/blocks/model.layers.0.json").write_text("{}")
+    Path("out/state.json").write_text("{}")
+    run(quick, resume=True)
+    assert artifacts("out") == before
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("limit", [2_000, 60_000])
 def test_a_full_disk_is_an_error_with_the_file_and_after_it_a_run_goes_on(quick, limit):

@@ -26,6 +26,7 @@ ON = {
     "alps": ("gpt2", "bloom"),
     "ziplm": ("opt", "llama"),
     "reap": ("mixtral",),
+    "dare": ("gpt2", "mixtral"),
 }
 """Each pruner of linears on two architectures, which share its patterns; together they are all kinds."""
 

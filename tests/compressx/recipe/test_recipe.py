@@ -154,7 +154,7 @@ def test_a_dict_has_paths_for_places() -> None:
     assert loaded.recipe.output == Path("o")
     assert loaded.where("prune", 0, "targets", 0) == "<dict>:prune[0].targets[0]"
     with pytest.raises(
-        RecipeError, match=r"^api:prune\[0\]\.sparsity: prune\[0\]\.sparsity is 1\.7; expected less than 1"
+        RecipeError, match=r"^api:prune\[0\]\.sparsity: prune\[0\]\.sparsity is 1\.7; expected at most 1"
     ):
         recipe_from_dict(
             {"model": "a", "prune": [{"targets": ["*"], "pruner": "p", "sparsity": 1.7}], "output": "o"}, "api"
@@ -167,8 +167,8 @@ def test_a_dict_has_paths_for_places() -> None:
 def test_a_misspelt_key_names_the_nearest_valid_one() -> None:
     assert refusal(GOOD + "evalute: null\n") == (
         "r.yaml:10:1: unknown key 'evalute'; did you mean 'evaluate'? "
-        "valid: allocation, calibration, compute_dtype, deterministic, evaluate, export, finetune, ignore, model, "
-        "output, prune, reconstruct_block and 2 more"
+        "valid: allocation, base, base_keeps, calibration, compute_dtype, deterministic, evaluate, export, finetune, "
+        "ignore, model, output and 4 more"
     )
 
 
@@ -204,7 +204,7 @@ def test_a_key_that_is_not_text_is_refused() -> None:
 
 
 _WINDOWS = "windows drawn"
-_ZEROS = "fraction of zeros in [0, 1); 0.5 is 50%"
+_ZEROS = "fraction of zeros in [0, 1); 0.5 is 50%; with base also 1"
 _GLOBS = "linears by glob over fully qualified names, or by layers"
 _NOT_NM = 'N:M keeps N of every M weights, with 1 <= N < M, such as "2:4"; {0} keeps {1} of {2}'
 _NOTATION = (
@@ -220,8 +220,8 @@ _NOTATION = (
      ("samples: 16", "samples: true", f"2:34: calibration.samples is true; expected a whole number: {_WINDOWS}"),
      ("samples: 16", "samples: 0", f"2:34: calibration.samples is 0; expected at least 1: {_WINDOWS}"),
      ("samples: 16", "seed: -1", "2:34: calibration.seed is -1; expected at least 0: seed of the draw"),
-     ("0.5", "1.7", f"6:5: prune[0].sparsity is 1.7; expected less than 1: {_ZEROS}"),
-     ("0.5", "1", f"6:5: prune[0].sparsity is 1; expected less than 1: {_ZEROS}"),
+     ("0.5", "1.7", f"6:5: prune[0].sparsity is 1.7; expected at most 1: {_ZEROS}"),
+     ("0.5", "1", "6:5: prune[0].sparsity is 1; expected less than 1 without base"),
      ("0.5", "-0.5", f"6:5: prune[0].sparsity is -0.5; expected at least 0: {_ZEROS}"),
      ("0.5", "70%", f"6:5: prune[0].sparsity is '70%'; expected a number: {_ZEROS}"),
      ("0.5", "true", f"6:5: prune[0].sparsity is true; expected a number: {_ZEROS}"),
@@ -413,7 +413,8 @@ def test_the_examples_of_messages_are_recipes(name: str, example: Any) -> None:
     rules = [{"targets": ["*"], "pruner": "wanda", **({} if name == "allocation" else {"sparsity": 0.5})}]
     read = parse_yaml(flow(example), "f").plain()
     assert read == example
-    recipe_from_dict({"model": "a", "prune": rules, "output": "o", name: read})
+    based = {"base": "b"} if name == "base_keeps" else {}  # which goes with it only
+    recipe_from_dict({"model": "a", "prune": rules, "output": "o", name: read, **based})
 
 
 # --- the file
@@ -578,8 +579,8 @@ def test_an_override_changes_only_the_alias_it_names() -> None:
     ("assignment", "message"),
     [("calibration.samplse=8", "unknown key 'samplse' in calibration; did you mean 'samples'? valid: batch_size, "
                                "bos, dataset, datasets, memory_limit, samples, seed, sequence_length"),
-     ("prune.0.sparsity=4", "prune[0].sparsity is 4; expected less than 1: fraction of zeros in [0, 1); 0.5 is 50%"),
-     ("prune[0].sparsity=4", "prune[0].sparsity is 4; expected less than 1: fraction of zeros in [0, 1); 0.5 is 50%"),
+     ("prune.0.sparsity=4", f"prune[0].sparsity is 4; expected at most 1: {_ZEROS}"),
+     ("prune[0].sparsity=4", f"prune[0].sparsity is 4; expected at most 1: {_ZEROS}"),
      ("prune[-1].sparsity=0.4", "prune takes an index from 0 to 1; got '-1'"),
      ("prune.2.sparsity=0.4", "prune takes an index from 0 to 1; got '2'"),
      ("prune.-1.sparsity=0.4", "prune takes an index from 0 to 1; got '-1'"),

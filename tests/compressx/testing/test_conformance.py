@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -21,7 +22,9 @@ from compressx.testing.subject import Subject
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "other"), list(zip(BUILT_IN, itertools.cycle(["gpt2", "gemma3", "mixtral"]))))
 def test_every_pruner_that_is_shipped_keeps_its_promises(name, other):
-    check_plugin(BUILT_IN[name], architectures=["mixtral" if "experts" in BUILT_IN[name].units else other])
+    of_chance = pytest.raises(ConformanceError, match=r"fails 1 checks:\n *no worse than random masks")
+    with of_chance if name == "dare" else nullcontext():  # which is random, and scales what it keeps
+        check_plugin(BUILT_IN[name], architectures=["mixtral" if "experts" in BUILT_IN[name].units else other])
 
 
 class Options(BaseModel):
