@@ -10,10 +10,9 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel
-
 from compressx.api.exporter import ExporterSpec, FinishedModel
 from compressx.api.hooks import hookimpl
+from compressx.api.pruner import NoOptions
 from compressx.runtime.errors import ArtifactError
 from compressx.runtime.files import BLOCKS, STATE, locked, os_errors_named, sync, sync_tree
 
@@ -251,15 +250,8 @@ def _remove(folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-class SafetensorsOptions(BaseModel):
-    """There are none."""
-
-
 class SafetensorsExporter:
     """Writes what a run has written for itself."""
-
-    def __init__(self, options: SafetensorsOptions) -> None:
-        pass
 
     def export(self, model: FinishedModel, folder: Path) -> None:
         """Copy the model, unless it is there already."""
@@ -271,4 +263,4 @@ class SafetensorsExporter:
 def compressx_exporters() -> list[ExporterSpec]:
     """Offer the exporter to recipes."""
     summary = "dense, with zeros, as transformers loads it"
-    return [ExporterSpec("safetensors", summary, SafetensorsOptions, SafetensorsExporter)]
+    return [ExporterSpec("safetensors", summary, NoOptions, lambda _: SafetensorsExporter())]
