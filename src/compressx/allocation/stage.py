@@ -21,8 +21,6 @@ from compressx.runtime.errors import Mistakes, RecipeError
 from compressx.stages.state import RunState, Stage
 from compressx.stages.store import ALLOCATED, Allocated
 
-_SPARSITY = Column("sparsity", ".2%")
-
 
 class Allocate(Stage):
     """Choose the sparsities on the calibration text of all processes; the first process measures."""
@@ -74,8 +72,8 @@ class Allocate(Stage):
         if (chosen := report.allocation) is None:
             return
         note = (
-            f"{chosen.method}, by {chosen.unit}, target {chosen.target:.2%}: {chosen.zeros} zeros of "
-            f"{chosen.weights} weights."
+            f"{chosen.method}, by {chosen.unit}, target {chosen.target:.2%}: {chosen.zeros} of "
+            f"{chosen.weights} weights are {report.became}."
         )
         if any(unit.divergence is not None for unit in chosen.units):
             note += (
@@ -94,7 +92,7 @@ class Allocate(Stage):
              unit.divergence, unit.outliers)
             for unit in chosen.units
         ]  # fmt: skip
-        found = table(["block", "linears", "pruner", _SPARSITY, divergence, outliers], rows)
+        found = table(["block", "linears", "pruner", Column(report.share, ".2%"), divergence, outliers], rows)
         yield Section("Allocation", note, found, brief=count_of(rows, "unit"))
 
 

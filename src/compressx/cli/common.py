@@ -168,7 +168,7 @@ trust_option = click.option(
 )
 revision_option = click.option("--revision", help="Branch, tag or commit of a model on the hub.")
 base_option = click.option(
-    "--base", metavar="MODEL", help="Folder or hub id of the model that a packed fine-tune, or masks, were made with."
+    "--base", metavar="MODEL", help="Model that a packed fine-tune, or masks of one, differ from: folder or hub id."
 )
 dtype_option = click.option(
     "--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), default="auto", show_default=True

@@ -150,9 +150,9 @@ def of_applied(applied: Applied, output: Path) -> Iterator[Section]:
     """Yield what putting masks on a model changed."""
     dropped = sum(x.dropped_not_zero for x in applied.before.values())
     zero = sum(x.kept_zero for x in applied.before.values())
-    also = f"; {zero} weights that the masks keep were so already" if zero else ""
-    on = f"masks on {applied.masked} of {applied.linears} linears"
     became = "the base's" if applied.based else "zero"
+    also = f"; {zero} weights that the masks keep were {became}" if zero else ""
+    on = f"masks on {applied.masked} of {applied.linears} linears"
     yield Section(note=f"{on}: {dropped} weights became {became}{also}; written to {output}")
 
 
@@ -172,7 +172,8 @@ def of_inspection(found: Inspection) -> Iterator[Section]:
     fits = sum(x.two_four for x in found.linears)
     off = sum(x.off_mask or 0 for x in found.linears)
     based = any(x.mask and x.mask.endswith(AS_BASE) for x in found.linears)
-    counts = f"{off} weights are not {'of the base' if based else 'zero'} that it drops"
+    wanted = "the base's" if based else "zero"
+    counts = f"{off} weights are not {wanted} that it drops"
     if based and not found.base:
         counts = "which drops to the weights of a base: give it by --base"
     also = f"; compared with {found.masks}, {counts}" if found.masks else ""

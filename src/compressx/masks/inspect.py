@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from compressx.api.projections import find_projections, head_size
-from compressx.api.pruner import Block
+from compressx.api.pruner import Block, Linear
 from compressx.masks.file import MaskEntry, read_masks
 from compressx.masks.maskset import shrunk_note
 from compressx.models.access import Access, with_base
@@ -158,7 +158,6 @@ def inspect(
     names = [str(x.path or x.id or x.package) for x in (source, base) if x is not None]
     if base is not None:
         access = replace(access, base=open_base(base, torch.device("cpu")))  # type: ignore[type-var]
-        _refuse_other_linears(access, names)
     path = None if source.path is None else source.path.expanduser()
     if masks is None and path is not None and not shrunk_note(access.model):
         above = path.parent if path.name else path.resolve().parent  # of `.` the parent has no name of its own
@@ -167,7 +166,8 @@ def inspect(
     entries = {} if masks is None else read_masks(masks)
     unread: list[str] = []
     try:
-        found = tuple(_inspected(access, names, entries, unread if spectrum else None, progress))
+        _refuse_other_linears(access, names, entries)
+        found = tuple(_inspected(access, names, entries, spectrum, unread, progress))
     except _OtherModelError as error:
         told = shrunk_note(access.model) or "; give this model's masks with --masks"
         raise ArtifactError(f"{masks}: {error}{told}") from None
@@ -176,12 +176,13 @@ def inspect(
     return Inspection(names[0], found, compared, packed, names[1] if base else None, tuple(unread))
 
 
-def _refuse_other_linears(access: Access, names: Sequence[str]) -> None:
-    """Refuse a base with other linears than the model's."""
-    assert access.base is not None  # noqa: S101 - the caller has set it
-    here, there = (survey(x.model).linears for x in (access, access.base))
-    for name in dict.fromkeys((*here, *there)):
-        shapes = [[*x[name].held.shape] if name in x else "missing" for x in (there, here)]
+def _refuse_other_linears(access: Access, names: Sequence[str], entries: Iterable[str]) -> None:
+    """Refuse masks of linears that the model has not, and a base with other linears in its blocks."""
+    here, there = (survey(x.model) for x in (access, access.base or access))
+    if unknown := {*entries} - here.linears.keys() - here.outside.keys():
+        raise _OtherModelError(f"it has a mask for {min(unknown)}, which {names[0]} does not have")
+    for name in dict.fromkeys((*here.linears, *there.linears)):
+        shapes = [[*x.linears[name].held.shape] if name in x.linears else "missing" for x in (there, here)]
         if shapes[0] != shapes[1]:
             raise ArtifactError(
                 f"{names[1]}: {name} is {shapes[0]}, and {shapes[1]} in {names[0]}; expected the model that it was "
@@ -207,50 +208,43 @@ class _OtherModelError(Exception):
 
 @torch.no_grad()
 def _inspected(
-    access: Access, names: Sequence[str], entries: Mapping[str, MaskEntry], unread: list[str] | None,
+    access: Access, names: Sequence[str], entries: Mapping[str, MaskEntry], spectrum: bool, unread: list[str],
     progress: Callable[[str], None],
 ) -> Iterator[Inspected]:  # fmt: skip
-    """Inspect every linear in the blocks, and those outside that have a mask; with `unread`, also spectra."""
+    """Inspect every linear in the blocks, and those outside that have a mask; `unread` gets blocks without heads."""
     surveyed, config = survey(access.model), text_config(access.model)
-    if unknown := entries.keys() - surveyed.linears.keys() - surveyed.outside.keys():
-        raise _OtherModelError(f"it has a mask for {min(unknown)}, which {names[0]} does not have")
     for fqn in (*surveyed.blocks, OUTSIDE):
         progress(fqn)
         inside = {n: x for n, x in surveyed.outside.items() if n in entries} if fqn == OUTSIDE else surveyed.inside(fqn)
         with access.materialise(fqn) as module, with_base(access, fqn, inside) as linears:
-            spectrum = unread is not None and fqn != OUTSIDE
-            if (spectrum or access.base is not None) and fqn != OUTSIDE:
-                refuse_damage(module, f"{names[0]}: {fqn}")
-            if access.base is not None and fqn != OUTSIDE:
-                refuse_damage(access.base.model.get_submodule(fqn), f"{names[1]}: {fqn}")
             heads: dict[str, tuple[float, ...]] = {}
-            if unread is not None and spectrum:
+            if fqn != OUTSIDE and (spectrum or access.base is not None):
+                refuse_damage(module, f"{names[0]}: {fqn}")
+            if fqn != OUTSIDE and access.base is not None:
+                refuse_damage(access.base.model.get_submodule(fqn), f"{names[1]}: {fqn}")
+            if fqn != OUTSIDE and spectrum:
                 try:
                     heads = dict([_heads(Block(0, fqn, module, inside, (), config))])
                 except UnsupportedModelError as error:
                     unread.append(str(error))
             for name, linear in linears.items():
                 zero, entry = linear.held == 0, entries.get(name)
-                dropped = zero if entry is None or entry.base is None else None
-                if dropped is None and linear.base is not None:
-                    dropped = linear.held == linear.base
                 mask = None if entry is None else f"{entry.pruner} {entry.pattern}{AS_BASE if entry.base else ''}"
                 yield Inspected(
                     name, (linear.out_features, linear.in_features), int(zero.sum()), pattern_of(zero),
                     fits_two_four(zero), mask,
-                    None if entry is None else _off_mask(name, entry, dropped),
-                    float(stable_rank(squared_singular_values(linear.held))) if spectrum else None,
+                    None if entry is None else _off_mask(linear, entry),
+                    float(stable_rank(squared_singular_values(linear.held))) if spectrum and fqn != OUTSIDE else None,
                     heads.get(name, ()),
                     None if linear.base is None else Change.of(linear.held, linear.base, spectrum=spectrum),
                 )  # fmt: skip
 
 
-def _off_mask(name: str, entry: MaskEntry, dropped: Tensor | None) -> int | None:
-    """Count the weights that a mask drops and that are not zero, or not the base's; None if that is not known."""
-    if dropped is None:
-        return None
-    if entry.keep.shape != dropped.shape:
-        raise _OtherModelError(f"{name}: its mask is {[*entry.keep.shape]}, the weight {[*dropped.shape]}")
+def _off_mask(linear: Linear, entry: MaskEntry) -> int | None:
+    """Count the weights that a mask drops and that are not zero, or not the base's; None without the base it needs."""
+    if entry.keep.shape != linear.held.shape:
+        raise _OtherModelError(f"{linear.name}: its mask is {[*entry.keep.shape]}, the weight {[*linear.held.shape]}")
     if unlike := pattern_mismatch(entry.keep, entry.pattern):
-        raise _OtherModelError(f"{name}: its mask is called {entry.pattern}, but is none: {unlike}")
-    return int((~entry.keep & ~dropped).sum())
+        raise _OtherModelError(f"{linear.name}: its mask is called {entry.pattern}, but is none: {unlike}")
+    wanted = 0 if entry.base is None else linear.base
+    return None if wanted is None else int((~entry.keep & (linear.held != wanted)).sum())

@@ -38,7 +38,7 @@ __all__ = ["Deviation", "MaskEntry", "MaskSet", "apply", "squash", "weight_sha25
 
 
 class Deviation(NamedTuple):
-    """How the zeros of one weight differ from its mask: counts of weights. Where there is a base, zero is the base's.
+    """How the zeros of one weight, or with a base the weights that are the base's, differ from its mask: counts.
 
     Attributes:
         dropped_not_zero: dropped by the mask, but not zero.
@@ -265,10 +265,11 @@ class MaskSet(Mapping[str, MaskEntry]):
         """Return the base's weight of each mask that has one; check that it is the one that the mask was made with."""
         wanted = {name: entry.base for name, entry in self.items() if entry.base is not None}
         if bool(wanted) != (base is not None):
-            needs = (
-                "they drop weights to those of a base model, which is needed, too" if wanted else "they have no base"
+            raise ArtifactError(
+                "these masks drop weights to those of a base model; give it, by base= or --base"
+                if wanted
+                else "these masks drop weights to zero; leave the base out"
             )
-            raise ArtifactError(f"the masks do not go with {'no' if wanted else 'a'} base: {needs} (base=, or --base)")
         if base is None:
             return {}
         found = {name: linear.weight for name, linear in self._linears(base).items()}

@@ -19,7 +19,7 @@ from compressx.api.pruner import Linear
 from compressx.models import shards
 from compressx.models.architecture import find_blocks, survey
 from compressx.models.shards import OUTSIDE, save_model
-from compressx.runtime.errors import CompressxError
+from compressx.runtime.errors import ArtifactError, CompressxError
 from compressx.runtime.transfer import begin_to_host
 
 
@@ -215,14 +215,22 @@ def block_file(folder: Path, fqn: str) -> Path:
 
 @contextmanager
 def with_base(access: Access, fqn: str, linears: Mapping[str, Linear]) -> Iterator[dict[str, Linear]]:
-    """Yield linears of a block, or outside the blocks, with their weights in the base, if there is one."""
+    """Yield linears of a block, or outside the blocks, with their weights in the base, if there is one.
+
+    Raises:
+        ArtifactError: as for `materialise`, or the base has no such linear: its head may be tied to its embedding.
+    """
     if access.base is None:
         yield {**linears}
         return
     with access.base.materialise(fqn):
         found = survey(access.base.model)
-        based = {**found.linears, **found.outside}
-        yield {name: replace(linear, base=based[name].held) for name, linear in linears.items()}
+        based = {name: x.held for name, x in {**found.linears, **found.outside}.items()}
+        for name, linear in linears.items():
+            if name not in based or based[name].shape != linear.held.shape:
+                shape = [*based[name].shape] if name in based else "no linear of its own"
+                raise ArtifactError(f"base: {name} is {shape}, and {[*linear.held.shape]} in the model")
+        yield {name: replace(linear, base=based[name]) for name, linear in linears.items()}
 
 
 def weights_fingerprint(access: Access) -> str:

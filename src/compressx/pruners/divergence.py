@@ -56,7 +56,7 @@ def compressx_pruners() -> list[PrunerSpec]:
     return [
         PrunerSpec(
             name="divergence",
-            summary="drops the blocks, or reverts them to a base, whose absence changes the predictions least",
+            summary="drops blocks, or reverts them to a base, where that changes the predictions least",
             options=NoOptions,
             build=lambda _: Divergence(),
             groups=(),

@@ -227,7 +227,7 @@ def _nothing_pruned_mistakes(loaded: LoadedRecipe) -> Iterator[str]:
 
 
 def _base_mistakes(loaded: LoadedRecipe) -> Iterator[str]:
-    """Yield a message for each section that takes what masks drop for zeros, though they drop to a base's weights."""
+    """Yield a message for each key that needs zeros, though there is a base, or a base, though there is none."""
     recipe = loaded.recipe
     if recipe.base is None:
         for i, rule in enumerate(recipe.prune):
@@ -240,8 +240,8 @@ def _base_mistakes(loaded: LoadedRecipe) -> Iterator[str]:
     for name in ("shrink", "reconstruct_block", "finetune"):
         if getattr(recipe, name):
             yield (
-                f"{loaded.where(name)}: {name} works on zeros, and with base at {loaded.where('base')} what is dropped "
-                f"becomes the base's weight, which is none; remove {name}, or base"
+                f"{loaded.where(name)}: {name} needs zeros, but with base at {loaded.where('base')} dropped weights "
+                f"are the base's; remove {name}, or base"
             )
 
 

@@ -10,11 +10,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from pydantic import create_model
 from torch import Tensor
 
 from compressx.api.patterns import NM, Asked, Structured, Units, Unstructured, keep_masks
-from compressx.api.pruner import Block, PreparingPruner, PruneResult, PrunerSpec, Statistic
+from compressx.api.pruner import Block, NoOptions, PreparingPruner, PruneResult, PrunerSpec, Statistic
 from compressx.blocks.depth import score_blocks
 from compressx.blocks.fisher import fisher_diagonal
 from compressx.blocks.observe import Observed
@@ -90,8 +89,7 @@ _DRAWS = 5
 _CHANCE = 1.25
 """Number of random masks; times their mean divergence that is no chance: of weights one has 1.13, wrong signs 1.4."""
 
-_NoOptions = create_model("_NoOptions")
-_SELECTOR = PrunerSpec("by size", "the largest weights", _NoOptions, lambda _: _BySize())
+_SELECTOR = PrunerSpec("by size", "the largest weights", NoOptions, lambda _: _BySize())
 
 
 def _decide(subject: Subject, scene: Scene, patterns: Iterable[Claim]) -> None:
@@ -153,7 +151,7 @@ def _reconstructs(subject: Subject) -> None:
     """Give masks that another pruner selected."""
     if not subject.spec.reconstructs:
         raise NoSuchPromiseError("it does not say reconstructs")
-    rule = PlannedRule(0, _SELECTOR, _NoOptions(), subject.spec, subject.rule.options)
+    rule = PlannedRule(0, _SELECTOR, NoOptions(), subject.spec, subject.rule.options)
     scene = subject.scene()
     block = subject.scene(weights=False).block
     patterns: list[Claim] = [Unstructured(0.5, "row"), Unstructured(0.5, "layer")]

@@ -200,9 +200,9 @@ def tuned(tmp_path: Path) -> tuple[Path, Path]:
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"shrink": True}, "shrink works on zeros, and with base at"),
-        ({"finetune": {"steps": 2}}, "finetune works on zeros, and with base at"),
-        ({"reconstruct_block": {"passes": 1}}, "reconstruct_block works on zeros, and with base at"),
+        ({"shrink": True}, "shrink needs zeros, but with base at"),
+        ({"finetune": {"steps": 2}}, "finetune needs zeros, but with base at"),
+        ({"reconstruct_block": {"passes": 1}}, "reconstruct_block needs zeros, but with base at"),
         ({"prune": [{"targets": ["*.q_proj", "*.k_proj"], "pruner": "attnprune", "sparsity": 0.5}]},
          "attnprune prunes no difference from base at"),
         ({"prune": [{"targets": ["*"], "pruner": "magnitude", "pattern": "neurons", "sparsity": 0.5}]},
@@ -266,7 +266,7 @@ def test_masks_of_a_difference_need_their_base(tuned: tuple[Path, Path]) -> None
     base, model = tuned
     run(recipe(model, base={"path": str(base)}))
     masks, dense, theirs = MaskSet.load("out/masks.safetensors"), loaded(model), loaded(base)
-    with pytest.raises(ArtifactError, match="the masks do not go with no base"):
+    with pytest.raises(ArtifactError, match="these masks drop weights to those of a base model; give it"):
         masks.apply(dense)
     with pytest.raises(ArtifactError, match="only zeros can be held"):
         masks.to_torch_ao(dense)
@@ -287,7 +287,25 @@ def test_inspect_counts_the_weights_that_are_not_the_bases_though_a_mask_drops_t
         assert {x.mask for x in found.linears} == {"wanda 50% row, as base"}
     text = printed("inspect", "out")
     assert "compared with out/masks.safetensors, which drops to the weights of a base: give it by --base" in text
-    assert "0 weights are not of the base that it drops" in printed("inspect", "out", "--base", str(base))
+    assert "0 weights are not the base's that it drops" in printed("inspect", "out", "--base", str(base))
+
+
+def test_inspect_refuses_a_base_without_the_head_that_has_a_mask(tuned: tuple[Path, Path], tmp_path: Path) -> None:
+    base, model = tuned
+    rule = {"targets": ["lm_head"], "pruner": "magnitude", "sparsity": 0.5}
+    run(recipe(model, rule, base={"path": str(base)}))
+    assert "0 weights are not the base's that it drops" in printed("inspect", "out", "--base", str(base))
+    tied = save_tiny(tmp_path / "tied", "llama-tied")
+    told = refused("inspect", "out", "--base", str(tied))
+    assert "base: lm_head is no linear of its own, and [128, 64] in the model" in told
+
+
+def test_masks_of_a_difference_from_other_shapes_are_refused_without_their_base(tuned: tuple[Path, Path]) -> None:
+    run(recipe(tuned[1], base={"path": str(tuned[0])}))
+    other = save_tiny(tuned[0].with_name("other"), "llama-mqa")
+    assert "k_proj: its mask is [32, 64], the weight [16, 64]" in refused(
+        "inspect", str(other), "--masks", "out/masks.safetensors"
+    )
 
 
 def test_the_commands_take_a_difference_with_its_base_as_masks_and_packed(tuned: tuple[Path, Path]) -> None:
@@ -297,7 +315,7 @@ def test_the_commands_take_a_difference_with_its_base_as_masks_and_packed(tuned:
     told = printed("apply", "out/masks.safetensors", str(model), "--base", str(base), "--output", "applied")
     assert "weights became the base's" in told
     assert same(weights("applied"), weights("out"))
-    assert "they drop weights to those of a base model" in refused(
+    assert "these masks drop weights to those of a base model" in refused(
         "apply", "out/masks.safetensors", str(model), "--output", "zeros"
     )
     text = f"evaluate.token_perplexity={{dataset: {{text: {model.with_name('text.txt')}}}, sequence_length: 32}}"
@@ -309,7 +327,7 @@ def test_the_commands_take_a_difference_with_its_base_as_masks_and_packed(tuned:
     packed = Path("out/exports/packed/model.packed.safetensors").stat().st_size
     assert packed < 0.75 * Path("out/model/model.safetensors").stat().st_size  # with an embedding that moved whole
     assert "give that model's folder or hub id by --base" in refused("eval", "out/exports/packed")
-    assert "0 weights are not of the base that it drops" in printed(
+    assert "0 weights are not the base's that it drops" in printed(
         "inspect", "out/exports/packed", "--masks", "out/masks.safetensors", "--base", str(base)
     )
 

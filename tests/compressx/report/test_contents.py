@@ -129,7 +129,7 @@ def test_markdown_embeds_every_figure_under_its_caption() -> None:
 
 def test_markdown_shows_what_each_unit_was_given_and_what_that_is_expected_to_cost() -> None:
     lines = shown(report(allocation=ALLOCATION)).splitlines()
-    assert any(x.startswith("attention-aware, by rule, target 40.00%: 64 zeros of 160 weights.") for x in lines)
+    assert any(x.startswith("attention-aware, by rule, target 40.00%: 64 of 160 weights are zero.") for x in lines)
     assert "| model.layers.0 | q_proj, k_proj | attnprune | 75.00% | 0.0123 |" in lines
     assert "| outside | lm_head | magnitude | 31.25% |  |" in lines
 
