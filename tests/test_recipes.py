@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from compressx.data.windows import read_calibration
 from compressx.evaluation.evaluators import with_evaluators
 from compressx.models.checkpoint import find_checkpoint
 from compressx.models.loading import load_model, load_tokenizer
@@ -64,3 +65,16 @@ def test_a_recipe_plans_every_linear_of_the_real_model(project: Path, monkeypatc
         assert outside == {"lm_head", "model.embed_tokens"}, path
         assert len(planned.skipped) - len(outside) == 30 * (7 - taken), path
         assert planned.needs_calibration == (path.stem not in ("magnitude-50", "tune")), path
+
+
+@pytest.mark.slow
+def test_pythons_documentation_is_enough_for_the_recipes_that_read_nothing_else() -> None:
+    read = 0
+    for path in _RECIPES:
+        recipe = load_recipe(path).recipe
+        if {source.name for source in recipe.datasets().values()} == {"python-docs"}:
+            tokenizer = load_tokenizer(find_checkpoint(load_recipe(_ROOT / "recipes/tune.yaml").recipe.model))
+            for draw in recipe.draws().values():
+                assert len(read_calibration(draw, tokenizer)) == draw.samples, path
+                read += 1
+    assert read == 3
