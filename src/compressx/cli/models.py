@@ -303,6 +303,8 @@ def _flag(*loc: object) -> str:
 @click.option("--batch", type=int, default=1, show_default=True, help="Sequences at a time.")
 @click.option("--rounds", type=int, default=5, show_default=True, help="Rounds that count; one before them does not.")
 @click.option("--threads", type=int, help="Threads on the CPU; by default torch's choice.")
+@click.option("--engine", type=click.Choice(["torch", "llama.cpp"]), default="torch", show_default=True,
+              help="What runs the models; llama.cpp takes .gguf files, and needs compressx[llama-cpp].")  # fmt: skip
 @click.option("--semi-structured", is_flag=True, help="Convert 2:4 weights for the sparse tensor cores of a GPU.")
 @click.option("--output", type=PATH, help="Folder for bench.md, bench.json and bench.svg.")
 @dtype_option
@@ -314,8 +316,8 @@ def _flag(*loc: object) -> str:
 @errors_for_users
 def bench(
     models: tuple[str, ...], prompts: tuple[str, ...], news: tuple[str, ...], batch: int, rounds: int,
-    threads: int | None, semi_structured: bool, output: Path | None, base: str | None, device: str, as_json: bool,
-    **found: Any,
+    threads: int | None, engine: Any, semi_structured: bool, output: Path | None, base: str | None, device: str,
+    as_json: bool, **found: Any,
 ) -> None:  # fmt: skip
     """Time each MODEL reading prompts (prefill) and writing after them (decode), in turn, round by round.
 
@@ -332,7 +334,8 @@ def bench(
 
     read, written = _numbers("--prompt-tokens", prompts or ("512",)), _numbers("--new-tokens", news)
     lengths = [Length(p, n) for p in read for n in written]
-    asked = BenchSettings(tuple(lengths), batch, rounds, device, threads, semi_structured, fit=not prompts)
+    fit = not prompts
+    asked = BenchSettings(tuple(lengths), batch, rounds, device, threads, semi_structured, fit, engine)
     asked.check()
     if output is not None:
         with os_errors_named("write", output):  # before the minutes that timing takes

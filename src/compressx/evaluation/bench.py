@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import logging
 import signal
@@ -15,12 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
-from compressx.evaluation.speed import Task, vocabulary
+from compressx.evaluation.speed import Engine, Task, vocabulary
 from compressx.masks.tensor_cores import check_device
+from compressx.models import gguf_header
 from compressx.models.access import Device, device_for
 from compressx.models.architecture import text_config
 from compressx.models.checkpoint import Checkpoint, find_checkpoint, find_local, local_folder
-from compressx.models.generate import check_room
+from compressx.models.generate import check_positions, check_room
 from compressx.models.loading import load_skeleton
 from compressx.models.packed_folder import is_packed, sizes_of
 from compressx.models.shards import files_of
@@ -56,6 +58,7 @@ class BenchSettings:
     Attributes:
         lengths: of prompts and of what is written after them.
         fit: shorten the prompts to what the positions of all models leave.
+        engine: what runs the models; llama.cpp takes GGUF files, and one sequence at a time.
         batch: sequences at a time.
         rounds: that count, at least 1; one before them does not.
         device: where the models run.
@@ -70,6 +73,7 @@ class BenchSettings:
     threads: int | None = None
     semi_structured: bool = False
     fit: bool = False
+    engine: Engine = "torch"
 
     def check(self) -> None:
         """Refuse what cannot be measured.
@@ -84,6 +88,17 @@ class BenchSettings:
             if value < minimum:
                 why = "; the first new token belongs to prefill" if option == "--new-tokens" else ""
                 raise RecipeError(f"{option} {value}: expected at least {minimum}{why}")
+        if self.engine == "torch":
+            return
+        if self.batch > 1 or self.semi_structured or self.device not in {"auto", "cpu"}:
+            raise RecipeError(
+                "--engine llama.cpp times one sequence at a time on the CPU; leave out --batch, --semi-structured and "
+                "--device"
+            )
+        if importlib.util.find_spec("xllamacpp") is None:
+            raise RecipeError(
+                "--engine llama.cpp needs the package xllamacpp; install it by pip install 'compressx[llama-cpp]'"
+            )
 
 
 class Process:
@@ -166,17 +181,20 @@ def bench(
         CompressxError: an error that the user can fix.
     """
     asked.check()
-    device = device_for(asked.device)
+    device = device_for("cpu" if asked.engine == "llama.cpp" else asked.device)
     if asked.semi_structured:
         check_device(device)
     names = _names(sources)
     checkpoints = [find_checkpoint(source) for source in sources]
-    skeletons = list(map(load_skeleton, checkpoints))
-    asked, below = _fitted(asked, names, skeletons), list(map(vocabulary, skeletons))
+    in_files = asked.engine == "llama.cpp"
+    limits = [(_of_gguf if in_files else _of_config)(*x) for x in zip(names, checkpoints, strict=True)]
+    asked, below = _fitted(asked, names, [x[0] for x in limits]), [x[1] for x in limits]
+    room = max(x.prompt + x.new for x in asked.lengths)
     tasks = [
-        Task(name, checkpoint, str(device), asked.threads, asked.batch, min(below), asked.semi_structured)
+        Task(name, checkpoint, str(device), asked.threads, asked.batch, min(below), asked.semi_structured, asked.engine,
+             room)
         for name, checkpoint in zip(names, checkpoints, strict=True)
-    ]
+    ]  # fmt: skip
     with ExitStack() as stack:
         workers = [stack.enter_context(start(task)) for task in tasks]
         progress(f"loading {', '.join(names)}")
@@ -194,16 +212,38 @@ def bench(
     return Bench(tuple(models), asked.batch, min(below), rates(device).copy)
 
 
-def _fitted(asked: BenchSettings, names: Sequence[str], skeletons: Sequence[Any]) -> BenchSettings:
+def _of_config(name: str, checkpoint: Checkpoint) -> tuple[int | None, int]:
+    """Return the number of a model's positions, None if it is not limited, and of its token ids."""
+    skeleton = load_skeleton(checkpoint)
+    check_room(skeleton, 0, 0, name)
+    return getattr(text_config(skeleton), "max_position_embeddings", None), vocabulary(skeleton)
+
+
+def _of_gguf(name: str, checkpoint: Checkpoint) -> tuple[int | None, int]:
+    """Return the same by the metadata of a GGUF file.
+
+    Raises:
+        UnsupportedModelError: the model is no GGUF file.
+    """
+    if checkpoint.gguf_file is None:
+        raise UnsupportedModelError(
+            f"{name}: --engine llama.cpp reads GGUF files; write one by compressx export {name} --format gguf"
+        )
+    values = gguf_header.values_of(checkpoint.file)
+    gguf_header.close(checkpoint.file)
+    tokens = str(values.get("tokenizer.ggml.tokens", "0")).split()[0]
+    return values.get(f"{values['general.architecture']}.context_length"), int(tokens)
+
+
+def _fitted(asked: BenchSettings, names: Sequence[str], limits: Sequence[int | None]) -> BenchSettings:
     """Shorten prompts that may be shortened to what the models have positions for, and refuse what is too long."""
-    for name, skeleton in zip(names, skeletons, strict=True):
-        positions = getattr(text_config(skeleton), "max_position_embeddings", None)
+    for name, positions in zip(names, limits, strict=True):
         if asked.fit and positions is not None and any(x.prompt + x.new > positions for x in asked.lengths):
             shorter = tuple(Length(min(x.prompt, max(1, positions - x.new)), x.new) for x in asked.lengths)
             _log.warning("timing %s tokens: %s has %d positions", ", ".join(map(str, shorter)), name, positions)
             asked = dataclasses.replace(asked, lengths=shorter)
         for x in asked.lengths:
-            check_room(skeleton, x.prompt, x.new, f"{name}: --prompt-tokens {x.prompt}, --new-tokens {x.new}")
+            check_positions(positions, x.prompt, x.new, f"{name}: --prompt-tokens {x.prompt}, --new-tokens {x.new}")
     return asked
 
 

@@ -13,7 +13,8 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, TextIO
+from pathlib import Path
+from typing import Any, Literal, TextIO, TypeAlias
 
 import psutil
 import torch
@@ -21,15 +22,18 @@ from torch import Tensor, nn
 from torch.sparse import SparseSemiStructuredTensor
 
 from compressx.masks.tensor_cores import is_two_four, semi_structured
+from compressx.models import gguf_header
 from compressx.models.access import device_for
 from compressx.models.architecture import text_config
 from compressx.models.checkpoint import Checkpoint
 from compressx.models.loading import load_model, load_skeleton
 from compressx.report.speeds import Length, Stage
-from compressx.runtime.errors import CompressxError, UnsupportedModelError, memory_named
+from compressx.runtime.errors import CompressxError, UnsupportedModelError, memory_named, one_line
 from compressx.runtime.machine import machine
 from compressx.runtime.quiet import quiet_libraries
 from compressx.runtime.timing import forget_peaks, peak_resident_bytes, synchronize
+
+Engine: TypeAlias = Literal["torch", "llama.cpp"]
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,8 @@ class Task:
         threads: of torch on the CPU; None: its own choice.
         batch, below: prompts are random token ids from 0 to `below`, [batch, tokens].
         semi_structured: convert 2:4 weights for a GPU.
+        engine: what runs the model.
+        room: the most tokens of one sequence, of the prompt and written.
     """
 
     name: str
@@ -52,6 +58,8 @@ class Task:
     batch: int
     below: int
     semi_structured: bool
+    engine: Engine = "torch"
+    room: int = 0
 
 
 @torch.no_grad()
@@ -106,6 +114,9 @@ def answers(task: Task, requests: Iterable[Mapping[str, int]]) -> Iterator[dict[
     Raises:
         CompressxError: an error that the user can fix, memory that ran out included.
     """
+    if task.engine == "llama.cpp":
+        yield from _in_llama_cpp(task, requests)
+        return
     device = device_for(task.device)
     if task.threads is not None:
         torch.set_num_threads(task.threads)
@@ -127,6 +138,57 @@ def answers(task: Task, requests: Iterable[Mapping[str, int]]) -> Iterator[dict[
         with memory_named(f"{task.name}: {length} tokens, batch {task.batch}"), quiet_libraries():
             seconds, _ = timed(model, prompts(task, length.prompt), length.new)
         yield {"seconds": seconds, "peak_bytes": _peak(device)}
+
+
+def _in_llama_cpp(task: Task, requests: Iterable[Mapping[str, int]]) -> Iterator[dict[str, Any]]:
+    """Answer as `answers` does; llama.cpp itself says how long it read and wrote."""
+    import xllamacpp
+
+    engine, params = f"llama.cpp by xllamacpp {xllamacpp.__version__}", xllamacpp.CommonParams()
+    params.model.path, params.n_ctx = str(task.checkpoint.file), task.room
+    params.n_gpu_layers, params.verbosity, params.cache_ram_mib = 0, -1, 0
+    threads = task.threads or psutil.cpu_count(logical=False) or 1
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
+    torch.set_num_threads(threads)  # for what `machine` says
+    before, stored = psutil.Process().memory_info().rss, sizes_of_gguf(task.checkpoint.file)
+    forget_peaks()
+    try:
+        server = xllamacpp.Server(params)
+    except Exception as error:  # its one class for all
+        raise UnsupportedModelError(
+            f"{task.name}: {engine} cannot load it: {one_line(str(error))}; try a newer xllamacpp"
+        ) from error
+    device = torch.device("cpu")
+    loaded = {"before": before, "load": _peak(device)}
+    yield {"machine": f"{machine(device)}, {engine}", "two_four": 0, **stored, "memory_bytes": loaded}
+    forget_peaks()
+    greedy = {"temperature": 0.0, "samplers": ["top_k"], "top_k": 1, "ignore_eos": True, "cache_prompt": False}
+    for request in requests:
+        length = Length(**request)
+        (ids,) = prompts(task, length.prompt).tolist()
+        took = server.handle_completions({"prompt": ids, "n_predict": length.new, **greedy})["timings"]
+        if (took["prompt_n"], took["predicted_n"]) != (length.prompt, length.new):
+            raise UnsupportedModelError(
+                f"{task.name}: llama.cpp read {took['prompt_n']} and wrote {took['predicted_n']} tokens, not {length}"
+            )
+        seconds = {"prefill": took["prompt_ms"] / 1e3, "decode": took["predicted_ms"] / 1e3}
+        yield {"seconds": seconds, "peak_bytes": _peak(device)}
+
+
+def sizes_of_gguf(file: Path) -> dict[str, Any]:
+    """Return what `sizes` does, of a GGUF file; its dtype is the type of most of its tensors."""
+    from gguf import LlamaFileType
+
+    values, tensors = gguf_header.values_of(file), gguf_header.tensors_of(file)
+    weights = sum(x.nbytes for x in tensors.values())
+    chosen = any("_exps." in name for name in tensors)  # as in `sizes`
+    looked_up = tensors["token_embd.weight"].nbytes if "output.weight" in tensors else 0
+    return {
+        "dtype": LlamaFileType(values.get("general.file_type", LlamaFileType.GUESSED)).name.removeprefix("MOSTLY_"),
+        "parameters": gguf_header.stored_numbers(file),
+        "weight_bytes": weights,
+        "read_bytes": None if chosen else weights - looked_up,
+    }
 
 
 def sizes(model: nn.Module) -> dict[str, Any]:

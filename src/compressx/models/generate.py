@@ -104,7 +104,15 @@ def check_room(model: Any, prompt: int, tokens: int, said_by: str) -> None:
         raise UnsupportedModelError(
             f"{said_by}: a {type(model).__name__} cannot generate text; expected a causal language model"
         )
-    positions = getattr(text_config(model), "max_position_embeddings", None)
+    check_positions(getattr(text_config(model), "max_position_embeddings", None), prompt, tokens, said_by)
+
+
+def check_positions(positions: int | None, prompt: int, tokens: int, said_by: str) -> None:
+    """Check the same against a model's number of positions.
+
+    Raises:
+        CalibrationError: more tokens than the model has positions.
+    """
     if positions is not None and prompt + tokens > positions:
         raise CalibrationError(
             f"{said_by}: a prompt of {prompt} tokens and {tokens} after it are more than the model's {positions} "

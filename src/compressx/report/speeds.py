@@ -189,9 +189,9 @@ class Bench:
             f"Medians of {self.rounds} rounds (least to most) with the models in turn, after one that does not count. "
             f"x: times as fast as {self.models[0].name}, the median of ratios within a round. Batch {self.batch}; for "
             f"all models the same random token ids below {self.below}. Prefill reads the prompt and "
-            "gives the first new token. Decode writes the others greedily with a key/value cache, by the model's own "
-            "forward pass; what `generate` does around it is left out. Weights: what decoding reads of them; a copy "
-            f"within memory moves {self.copy_rate / 1e9:.1f} GB/s."
+            "gives the first new token. Decode writes the others greedily with a key/value cache; in torch by the "
+            "model's own forward pass, without what `generate` does around it. Weights: what decoding reads of "
+            f"them; a copy within memory moves {self.copy_rate / 1e9:.1f} GB/s."
         )
 
     def write(self, folder: Path) -> list[Path]:

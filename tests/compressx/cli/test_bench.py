@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from tests.compressx.cli.commands import invoke, printed, refused
 from tests.compressx.evaluation.benched import inside
+from tests.compressx.gguf_files import write_gguf
 from tests.compressx.saved import save_tiny
 
 from compressx.evaluation import bench as benching
@@ -115,6 +116,39 @@ def test_mistakes_are_refused_with_the_option_and_what_is_expected(work):
 
 
 @pytest.mark.slow
+def test_llama_cpp_times_gguf_files_as_it_runs_them(work):
+    write_gguf(work / "tiny.gguf")
+    few = ["--engine", "llama.cpp", "--rounds", "1", "--new-tokens", "3"]
+    plain = json.loads(printed("bench", "tiny.gguf", "tiny.gguf", *few, "--prompt-tokens", "8", "--json"))
+    first, second = plain["models"]
+    assert (first["dtype"], first["file_bytes"]) == ("GUESSED", (work / "tiny.gguf").stat().st_size)
+    assert first["parameters"] == 2 * 32 * 64 + 2 * (4 * 64 * 64 + 3 * 64 * 96) + 5 * 64
+    assert first["read_bytes"] == first["weight_bytes"] - 32 * 64 * 18 // 32  # a row of the input embedding is read
+    assert "llama.cpp by xllamacpp" in first["machine"]
+    assert [x["speeds"][0]["decode"]["seconds"][0] > 0 for x in (first, second)] == [True, True]
+    done = invoke("bench", "tiny.gguf", *few, "--json")
+    assert "WARNING timing 125 + 3 tokens: tiny.gguf has 128 positions" in done.stderr
+
+
+def test_llama_cpp_refuses_what_it_cannot_time(work, monkeypatch):
+    write_gguf(work / "tiny.gguf")
+    engine = ["--engine", "llama.cpp"]
+    assert "model: --engine llama.cpp reads GGUF files; write one by compressx export model" in refused(
+        "bench", "model", *engine
+    )
+    for option in (["--batch", "2"], ["--semi-structured"]):
+        assert "--engine llama.cpp times one sequence at a time on the CPU" in refused(
+            "bench", "tiny.gguf", *engine, *option
+        )
+    with (work / "cut.gguf").open("wb") as file:
+        file.write((work / "tiny.gguf").read_bytes()[:-40])
+    assert "cut.gguf" in refused("bench", "cut.gguf", *engine)
+    write_gguf(work / "odd.gguf", keys={"llama.attention.head_count": 5})
+    assert "odd.gguf: llama.cpp by xllamacpp" in refused("bench", "odd.gguf", *engine, "--new-tokens", "2")
+    monkeypatch.setattr(benching.importlib.util, "find_spec", lambda _: None)
+    assert "pip install 'compressx[llama-cpp]'" in refused("bench", "tiny.gguf", *engine)
+
+
 def test_the_command_times_two_models_in_processes_of_their_own(tmp_path):
     save_tiny(tmp_path / "one", "llama")
     save_tiny(tmp_path / "two", "gpt2")
