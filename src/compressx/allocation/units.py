@@ -214,14 +214,15 @@ def _level(part: Part) -> int:
 
 
 def zeros_of(linears: Iterable[PlannedLinear]) -> int:
-    """Count the zeros of planned patterns; linears that compete jointly are rounded in total, not each."""
+    """Count the zeros of planned patterns; linears that are decided together are rounded in total, not each."""
     count = 0
     joint: dict[object, float] = defaultdict(float)
     for x in linears:
         zeros = zeros_in(x.pattern, *x.shape)
         count += zeros or 0
         if zeros is None:
-            joint[x.block, x.rule] += x.pattern.sparsity * x.weights
+            units = x.pattern if isinstance(x.pattern, Structured) else None
+            joint[x.block, x.rule] += x.weights * (units.dropped / units.units.count if units else x.pattern.sparsity)
     return count + sum(map(round, joint.values()))
 
 

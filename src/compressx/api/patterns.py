@@ -181,18 +181,27 @@ class Structured:
         unit: which units.
         sparsity: fraction of them that goes, in [0, 1).
         units: those that this linear belongs to, which compete.
+        multiple: of which the number that stays is one; it divides the number of units.
     """
 
     unit: UnitKind
     sparsity: float
     units: Units = field(compare=False, repr=False)
+    multiple: int = 1
+
+    def __post_init__(self) -> None:
+        if self.multiple < 1 or self.units.count % self.multiple:
+            raise ValueError(f"the {self.units} are no multiple of {self.multiple}")
 
     @property
     def dropped(self) -> int:
-        """How many units go."""
-        return count_dropped(self.sparsity, self.units.count)
+        """How many units go: of the multiples, the nearest to what the sparsity asks for."""
+        asked = count_dropped(self.sparsity, self.units.count)
+        return round(asked / self.multiple) * self.multiple
 
     def __str__(self) -> str:
+        if self.multiple > 1:
+            return f"{self.units.count - self.dropped} of {self.units.count} {self.unit}"
         return f"{100 * self.sparsity:.6g}% of {self.unit}"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,12 @@ from compressx.planning.plan import PlannedDepth, PlannedRule
 from compressx.planning.targets import Assigned
 from compressx.recipe.schema import LoadedRecipe
 from compressx.runtime.errors import Mistakes, RecipeError, UnsupportedModelError
+
+WIDTHS = 32
+"""Of which numbers of neurons are multiples, if nothing else is said: the weights that GGUF's types quantize at once.
+
+GPUs multiply other widths more slowly, too.
+"""
 
 
 def units_of_rules(
@@ -119,22 +126,40 @@ def check_whole(
                 break
 
 
+def multiple_of(loaded: LoadedRecipe, index: int, units: Units) -> int:
+    """Return of what the number of units that stay is a multiple: what the rule says, of neurons 32 where it divides.
+
+    Raises:
+        RecipeError: a multiple that does not divide the number of units.
+    """
+    asked, count = loaded.recipe.prune[index].multiple, units.count
+    if asked is None:
+        return WIDTHS if units.kind == "neurons" and count % WIDTHS == 0 else 1
+    if count % asked:
+        fits = math.gcd(asked, count)
+        raise RecipeError(
+            f"{loaded.where('prune', index, 'multiple')}: multiple {asked} does not divide the {units}; {fits} does"
+        )
+    return asked
+
+
 def check_units(place: str, pattern: Structured) -> None:
     """Refuse a sparsity that drops no unit, or all.
 
     Raises:
         RecipeError: the message begins with the place.
     """
-    units, count = pattern.units, pattern.units.count
+    units, count, step = pattern.units, pattern.units.count, pattern.multiple
+    one = f"{step}, of which the number that stays is a multiple" if step > 1 else "one"
     if pattern.sparsity > 0 and pattern.dropped == 0:
         raise RecipeError(
             f"{place}: sparsity {pattern.sparsity:g} drops none of the {units}; "
-            + (f"at least {1 / count:.6g} drops one" if count > 1 else "a block keeps at least one")
+            + (f"at least {step / count:.6g} drops {one}" if count > step else f"a block keeps at least {one}")
         )
     if pattern.dropped == count:
         raise RecipeError(
             f"{place}: sparsity {pattern.sparsity:g} keeps none of the {units}; at most "
-            f"{(count - 1) / count:.6g} keeps one"
+            f"{(count - step) / count:.6g} keeps {one}"
         )
 
 

@@ -13,6 +13,7 @@ from pydantic import (
     PlainSerializer,
     PlainValidator,
     StrictFloat,
+    StrictInt,
     Tag,
     model_validator,
 )
@@ -141,6 +142,12 @@ class Rule(Strict):
         description='N:M, such as "2:4"; with allocation N is chosen. Or units of the architecture that go whole, of '
         "which sparsity is the fraction: neurons, kv-groups, experts, blocks",
     )
+    multiple: StrictInt | None = Field(
+        None,
+        ge=1,
+        description="of which the number of neurons that stay is a multiple; 32 when absent, where it divides the "
+        "number of all, else 1",
+    )
     reconstruct: ReconstructionField | None = Field(None, description="pruner that updates the surviving weights")
     options: dict[str, Any] = Field(default_factory=dict, description="the pruner's own options")
 
@@ -152,4 +159,6 @@ class Rule(Strict):
             raise conflict("group only goes with sparsity: N:M weights compete within their M neighbours", ["group"])
         if self.pattern is not None and self.group is not None:
             raise conflict(f"group does not go with {self.pattern}, which compete within their module", ["group"])
+        if self.multiple is not None and self.pattern != "neurons":
+            raise conflict("multiple only goes with pattern: neurons", ["multiple"])
         return self

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compressx import Owners, Structured, Units, Unstructured, keep_mask, keep_masks
+from compressx import Owners, Structured, Units, Unstructured, count_dropped, keep_mask, keep_masks
 from compressx.api.patterns import nearest, zeros_in
 
 SHAPES = {"up": (12, 5), "down": (3, 6)}
@@ -80,6 +80,18 @@ def test_the_units_of_the_lowest_sums_go_as_many_as_were_asked_for(dropped, seed
     if dropped:
         assert float(total[~kept].max()) <= float(total[kept].min()) + 1e-6
     assert all(torch.equal(x, units.masks(kept, SHAPES)[n]) for n, x in masks.items())
+
+
+@given(st.sampled_from([(6, 1), (6, 2), (6, 3), (96, 32), (1536, 32), (1536, 256)]), st.floats(0, 1))
+def test_as_many_units_stay_as_the_multiple_nearest_to_what_the_sparsity_asks_for(size, sparsity):
+    count, multiple = size
+    pattern = Structured("neurons", sparsity, Units("neurons", "mlp", count, {}), multiple)
+    left, asked = count - pattern.dropped, count - count_dropped(sparsity, count)
+    assert left in range(0, count + 1, multiple)
+    assert abs(left - asked) == min(abs(n - asked) for n in range(0, count + 1, multiple))
+    assert Structured("neurons", pattern.dropped / count, pattern.units, multiple).dropped == pattern.dropped
+    with pytest.raises(ValueError, match="are no multiple of"):
+        Structured("neurons", sparsity, pattern.units, count + 1)
 
 
 def test_units_and_weights_are_chosen_side_by_side_and_units_of_two_modules_by_themselves():

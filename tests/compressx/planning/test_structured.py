@@ -39,7 +39,9 @@ def test_rules_of_two_kinds_of_units_with_the_same_targets_take_what_is_theirs()
         assert isinstance(pattern, Structured)
         attention = "self_attn" in linear.name
         assert (pattern.unit, linear.rule.label) == (("kv-groups", "ziplm") if attention else ("neurons", "wanda"))
-        assert (pattern.dropped, pattern.units.count) == ((1, 2) if attention else (24, 96))
+        assert (pattern.dropped, pattern.units.count) == (
+            (1, 2) if attention else (32, 96)
+        )  # of multiples of 32 the nearest
     shared = {id(x.pattern.units): x.pattern.units for x in plan.linears if isinstance(x.pattern, Structured)}
     assert sorted(units.fqn for units in shared.values()) == sorted(
         f"model.layers.{i}.{part}" for i in range(3) for part in ("mlp", "self_attn")
@@ -94,18 +96,31 @@ def test_a_rule_that_takes_a_part_of_a_unit_is_refused_with_what_is_missing():
     assert "model.layers.1.mlp.down_proj is ignored by" in said
 
 
-@pytest.mark.parametrize(("pattern", "count"), [("neurons", 96), ("kv-groups", 2)])
-def test_the_sparsity_that_a_refusal_names_as_the_least_is_planned(pattern, count):
-    said = refusal(RecipeError, rule(pattern=pattern, sparsity=0.1 / count))
-    least = float(said.rpartition("at least ")[2].partition(" ")[0])
-    assert {x.pattern.dropped for x in planned(skeleton(), rule(pattern=pattern, sparsity=least)).linears} == {1}
+@pytest.mark.parametrize(
+    ("more", "one"),
+    [({"multiple": 1}, 1), ({}, 32), ({"multiple": 48}, 48), ({"pattern": "kv-groups"}, 1)],
+    ids=["neurons", "32 neurons", "48 neurons", "groups"],
+)
+def test_the_sparsities_that_refusals_name_as_the_least_and_the_most_are_planned(more, one):
+    for sparsity, at, dropped in ((0.001, "least", one), (0.999, "most", None)):
+        said = refusal(RecipeError, rule(**more, sparsity=sparsity))
+        (told,) = re.findall(rf"at {at} (\S+)", said)
+        taken = {x.pattern for x in planned(skeleton(), rule(**more, sparsity=float(told))).linears}
+        assert {p.dropped for p in taken} == {dropped or taken.pop().units.count - one}
+
+
+def test_a_multiple_that_does_not_divide_the_neurons_is_refused_with_one_that_does():
+    said = refusal(RecipeError, rule(multiple=64))
+    assert said.endswith("prune[0].multiple: multiple 64 does not divide the 96 neurons of model.layers.0.mlp; 32 does")
+    odd = planned(skeleton("gpt2"), rule(multiple=128, sparsity=0.5)).linears
+    assert {(x.pattern.dropped, str(x.pattern)) for x in odd} == {(128, "128 of 256 neurons")}
 
 
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        ({"sparsity": 0.001}, "sparsity 0.001 drops none of the 96 neurons of model.layers.0.mlp; at least 0.0104167"),
-        ({"sparsity": 0.999}, "sparsity 0.999 keeps none of the 96 neurons of model.layers.0.mlp; at most 0.989583"),
+        ({"sparsity": 0.001}, "0.001 drops none of the 96 neurons of model.layers.0.mlp; at least 0.333333 drops 32,"),
+        ({"sparsity": 0.999}, "0.999 keeps none of the 96 neurons of model.layers.0.mlp; at most 0.666667 keeps 32,"),
         ({"pruner": "sparsegpt"}, "sparsegpt does not prune neurons; it prunes no units"),
         (
             {"pruner": "ziplm", "pattern": None},

@@ -249,7 +249,7 @@ _NOTATION = (
      ("    pruner: wanda\n", "    pruner: wanda\n    pruner: alps\n", "6:5: duplicate key 'pruner', first given at "
       "r.yaml:5:5; keep one of the two"),
      ("sparsity: 0.5", "sparsty: 0.5", "6:5: unknown key 'sparsty' in prune[0]; did you mean 'sparsity'? valid: group, "
-      "options, pattern, pruner, reconstruct, sparsity, targets"),
+      "multiple, options, pattern, pruner, reconstruct, sparsity, targets"),
      ("org/model", "", "1:1: model is null; expected a mapping of keys to values"),
      ("wikitext", "{name: c4, text: a}", "2:35: calibration.dataset: give exactly one of name, text, json, "
       "generate; got name and text (name at r.yaml:2:25, text at r.yaml:2:35)"),
