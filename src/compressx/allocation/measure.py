@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from compressx.allocation.units import Unit
-from compressx.api.patterns import NM, Unstructured
+from compressx.api.patterns import Asked
 from compressx.api.pruner import Block, Linear
 from compressx.api.statistics import FeatureNorms
 from compressx.blocks.fisher import divergences, gradients
@@ -35,7 +35,7 @@ from compressx.runtime.finite import refuse_damage
 from compressx.runtime.ranks import ALONE
 from compressx.runtime.transfer import to_device
 
-Patterns: TypeAlias = Mapping[PlannedRule, Mapping[str, Unstructured | NM]]
+Patterns: TypeAlias = Mapping[PlannedRule, Mapping[str, Asked]]
 """What each linear has to become, by the rule that took it and by name."""
 
 _T = TypeVar("_T")
@@ -69,7 +69,7 @@ def measure(
         units: the units of a plan; those outside the blocks are skipped.
         seen: token ids that the pruners learn from, each [batch, tokens].
         held_out: token ids that divergences are measured on: a pruner that overfits looks too good on its own text.
-        sparsities: to measure; for N:M the nearest possible.
+        sparsities: to measure; for N:M and units the nearest possible.
         sensitivities: that pruners read, by linear, as in `Block`.
         keep: where hidden states before and after a block are kept, and the gradients of `held_out` for all blocks.
         progress: called before the first block with the number of windows of `held_out` done, and of all.
@@ -209,7 +209,7 @@ def _measure(
     found: dict[float, float] = {}
     for wanted in sparsities:
         sparsity, patterns = unit.at(wanted)
-        if sparsity <= max(found, default=0.0):  # N:M cannot express every sparsity
+        if sparsity <= max(found, default=0.0):  # N:M and units cannot express every sparsity
             continue
         with restored(linears[x.name] for x in unit.linears):
             for name, decision in ask(patterns):

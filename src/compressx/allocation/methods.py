@@ -122,10 +122,14 @@ def _by_divergence(
     plan: Plan, settings: DivergenceAllocation | AttentionAware, units: Sequence[Unit], measured: Curves
 ) -> tuple[Plan, AllocationReport]:
     """Choose the sparsities with the lowest summed divergence."""
-    curves = {name: Curve(tuple(at), tuple(costs)) for name, (at, costs) in measured.items()}
+    curves = {name: Curve(tuple(at), tuple(costs)) for name, (at, costs) in measured.items() if at}
 
     def choose(group: Sequence[Unit], zeros: int) -> list[int]:
-        return cheapest([unit.points(curves[unit.linears[0].name]) for unit in group], zeros)
+        able = [(x, curves[name]) for x in group if (name := x.linears[0].name) in curves]  # a single group has to stay
+        finest = min(x.step for x, _ in able)
+        chosen = cheapest([x.points(c) for x, c in able], round(zeros / finest) * finest, [x.step for x, _ in able])
+        given = dict(zip([x for x, _ in able], chosen, strict=True))
+        return [given.get(unit, 0) for unit in group]
 
     def details(unit: Unit, sparsity: float) -> dict[str, Any]:
         if (curve := curves.get(unit.linears[0].name)) is None:

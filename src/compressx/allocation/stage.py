@@ -11,7 +11,7 @@ from functools import partial
 from compressx.allocation.methods import Curves, allocate, stored_windows
 from compressx.allocation.units import check_allocation
 from compressx.api.names import in_short, kind_of
-from compressx.api.patterns import Structured
+from compressx.api.patterns import Structured, Unstructured
 from compressx.api.record import RunReport
 from compressx.blocks.stage import statistics_bytes
 from compressx.planning.plan import Plan
@@ -66,6 +66,11 @@ class Allocate(Stage):
         """Say which method chose the sparsities."""
         if report.allocation is not None:
             yield f"The sparsities were chosen by the method `{report.allocation.method}`."
+            if any(" of " in x.pattern for x in report.layers):
+                yield (
+                    "Units that went whole are zeros here, since a config of transformers has one width for all "
+                    "blocks; `compressx export --format gguf` gives each block its own."
+                )
 
     def sections(self, report: RunReport) -> Iterator[Section]:
         """Yield how sparsities were chosen, and every unit."""
@@ -86,13 +91,15 @@ class Allocate(Stage):
                 " Outliers are the fraction of weights whose size times the norm of their input feature is far above "
                 "the block's mean."
             )
+        patterns = {x.name: x.pattern for x in report.layers if " of " in x.pattern}
         divergence, outliers = Column("predicted divergence", ".3g"), Column("outliers", ".3%")
         rows = [
-            (unit.block or "outside", ", ".join(dict.fromkeys(map(kind_of, unit.linears))), unit.pruner, unit.sparsity,
+            (unit.block or "outside", ", ".join(dict.fromkeys(map(kind_of, unit.linears))), unit.pruner,
+             ", ".join(dict.fromkeys(patterns[n] for n in unit.linears if n in patterns)), unit.sparsity,
              unit.divergence, unit.outliers)
             for unit in chosen.units
         ]  # fmt: skip
-        found = table(["block", "linears", "pruner", Column(report.share, ".2%"), divergence, outliers], rows)
+        found = table(["block", "linears", "pruner", "left", Column(report.share, ".2%"), divergence, outliers], rows)
         yield Section("Allocation", note, found, brief=count_of(rows, "unit"))
 
 
@@ -112,7 +119,9 @@ def _measured(state: RunState, settings: Allocation) -> None:
                 )  # fmt: skip
             finally:
                 shutil.rmtree(store.blocks / "allocation", ignore_errors=True)
-            chosen = {x.name: x.pattern for x in final.linears if not isinstance(x.pattern, Structured)}
+            chosen = {
+                x.name: Unstructured(p.sparsity) if isinstance(p := x.pattern, Structured) else p for x in final.linears
+            }
             allocated = Allocated(chosen, report)
         received = ranks.broadcast({} if allocated is None else dataclasses.asdict(allocated))
         store.allocate(ALLOCATED.validate_python(received) if allocated is None else allocated)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
 
-from compressx.api.patterns import NM, Structured, Unstructured, nearest, zeros_in
+from compressx.api.patterns import NM, Asked, Structured, Unstructured, nearest, zeros_in
 from compressx.planning.plan import Plan, PlannedLinear, PlannedRule
 from compressx.recipe.sections import MAX_SPARSITY, Sharing
 from compressx.runtime.errors import RecipeError
@@ -31,18 +31,16 @@ class Part:
     """Linears that share one pattern: a single one, or all of a rule that needs one pattern for them.
 
     Attributes:
-        linears: in the model's order, of one rule.
+        linears: in the model's order, of one rule. Of units that go whole, those of all its sets: the experts of a
+            block lose the same fraction.
     """
 
     linears: tuple[PlannedLinear, ...]
 
     @property
-    def pattern(self) -> Unstructured | NM:
+    def pattern(self) -> Asked:
         """The kind of pattern."""
-        pattern = self.linears[0].pattern
-        if isinstance(pattern, Structured):
-            raise TypeError(f"{pattern}: no sparsities of units are allocated")
-        return pattern
+        return self.linears[0].pattern
 
     @cached_property
     def weights(self) -> int:
@@ -51,8 +49,11 @@ class Part:
 
     @cached_property
     def step(self) -> int:
-        """Granularity of the number of zeros: one zero in each group of weights that compete."""
+        """Granularity of the number of zeros: one in each group of weights that compete, or a multiple of units."""
         pattern = self.pattern
+        if isinstance(pattern, Structured):
+            sets = [p for x in self.linears if isinstance(p := x.pattern, Structured)]
+            return self.weights // math.gcd(*(p.units.count // p.multiple for p in sets))
         if isinstance(pattern, NM):
             return self.weights // pattern.of
         if pattern.group == "joint":
@@ -64,10 +65,10 @@ class Part:
         return min(self.weights - self.step, math.floor(MAX_SPARSITY * self.weights) // self.step * self.step)
 
     def with_zeros(self, zeros: int) -> Unstructured | NM:
-        """Return the pattern for a number of zeros, a multiple of `step`."""
+        """Return the pattern for a number of zeros, a multiple of `step`; of units only its sparsity counts."""
         if isinstance(self.pattern, NM):
             return NM(self.pattern.of - zeros // self.step, self.pattern.of)
-        return Unstructured(zeros / self.weights, self.pattern.group)
+        return Unstructured(zeros / self.weights, getattr(self.pattern, "group", "row"))
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,17 +106,25 @@ class Unit:
         return sum(part.most() for part in self.parts)
 
     def points(self, curve: Curve) -> list[tuple[int, float]]:
-        """Return possible counts of zeros with their errors; N:M patterns with one M allow only a few."""
+        """Return possible counts of zeros with their errors; units, and N:M patterns with one M, allow only a few."""
         of = {x.pattern.of if isinstance(x.pattern, NM) else 0 for x in self.linears}
         most = self.most()
         steps = most * max(of) // self.weights if len(of) == 1 else 0
-        return curve.points(self.weights, most, steps or PIECES)
+        return curve.points(self.weights, most, most // self.step if self.step > 1 else steps or PIECES)
 
-    def at(self, sparsity: float) -> tuple[float, dict[PlannedRule, dict[str, Unstructured | NM]]]:
+    @property
+    def step(self) -> int:
+        """Granularity of the number of zeros where whole units are all that goes; 1 elsewhere."""
+        return self.parts[0].step if len(self.parts) == 1 and isinstance(self.parts[0].pattern, Structured) else 1
+
+    def at(self, sparsity: float) -> tuple[float, dict[PlannedRule, dict[str, Asked]]]:
         """Return the total sparsity and the patterns, by rule and name, that are nearest to a sparsity."""
-        patterns: dict[PlannedRule, dict[str, Unstructured | NM]] = defaultdict(dict)
-        for x in self.linears:
-            patterns[x.rule][x.name] = nearest(x.pattern, sparsity)
+        patterns: dict[PlannedRule, dict[str, Asked]] = defaultdict(dict)
+        for part in self.parts:
+            steps = min(max(round(sparsity * part.weights / part.step), 1), part.most() // part.step)
+            for x in part.linears:
+                whole = isinstance(x.pattern, Structured)  # all sets at a sparsity that each of them has
+                patterns[x.rule][x.name] = nearest(x.pattern, steps * part.step / part.weights if whole else sparsity)
         reached = {x.name: patterns[x.rule][x.name].sparsity for x in self.linears}
         if len(set(reached.values())) > 1:
             sparsity = sum(reached[x.name] * x.weights for x in self.linears) / self.weights
@@ -135,7 +144,7 @@ def units_of(plan: Plan, kind: Sharing) -> tuple[Unit, ...]:
 def _tied(linear: PlannedLinear) -> bool:
     """Return whether all linears of the rule in this block must share one pattern."""
     joint = isinstance(linear.pattern, Unstructured) and linear.pattern.group == "joint"
-    return joint or not linear.rule.separable
+    return joint or isinstance(linear.pattern, Structured) or not linear.rule.separable
 
 
 def _sharing(units: Sequence[Unit]) -> list[list[Unit]]:
@@ -242,8 +251,8 @@ def check_allocation(plan: Plan) -> None:
             alone = "" if group[0].block else f" of {group[0].linears[0].name}"
             raise RecipeError(
                 f"target {settings.target:g} cannot be reached: the patterns{alone} allow at most "
-                f"{most / weights:.6g}; N:M keeps at least one of M, a row one of its weights, and an allocation "
-                f"{1 - MAX_SPARSITY:.0%} of each linear"
+                f"{most / weights:.6g}; N:M keeps at least one of M, a row one of its weights, units one multiple, and "
+                f"an allocation {1 - MAX_SPARSITY:.0%} of each linear"
             )
     if all(len(group) == 1 for group in groups):
         raise RecipeError(
@@ -335,25 +344,30 @@ def isotonic(values: Sequence[float]) -> list[float]:
     return [total / count for total, count in pools for _ in range(count)]
 
 
-def cheapest(curves: Sequence[Sequence[tuple[int, float]]], zeros: int) -> list[int]:
+def cheapest(curves: Sequence[Sequence[tuple[int, float]]], zeros: int, steps: Sequence[int] = ()) -> list[int]:
     """Distribute zeros over units at the lowest summed error.
 
-    Exact for convex curves; others are replaced by their lower convex hull, and the sum exceeds the least one by at
-    most what one curve exceeds its hull by. A larger total never gives a unit fewer zeros.
+    Exact for convex curves with equal steps; others are replaced by their lower convex hull, and the sum exceeds the
+    least one by at most what one curve exceeds its hull by. A larger total never gives a unit fewer zeros while steps
+    are equal.
 
     Args:
         curves: for each unit, increasing counts of zeros from 0 with their errors; linear in between.
         zeros: the total.
+        steps: of each unit, of which its zeros are a multiple; all 1 when absent.
 
     Returns:
-        The zeros of each unit, which sum to `zeros`, or to the capacity of all curves if that is less.
+        The zeros of each unit, which sum to `zeros`, or to the capacity of all curves if that is less; with steps to
+        less than the finest of them below that.
     """
-    counts = [0] * len(curves)
+    counts, steps = [0] * len(curves), [*(steps or [1] * len(curves))]
     pieces = sorted((slope, unit, length) for unit, points in enumerate(curves) for slope, length in _hull(points))
     for _, unit, length in pieces:
-        taken = min(length, zeros)
+        taken = min(length, zeros) // steps[unit] * steps[unit]
         counts[unit] += taken
         zeros -= taken
+        if taken < length:  # what is next of this unit costs more, but comes after what did not fit
+            steps[unit] = zeros + 1
     return counts
 
 

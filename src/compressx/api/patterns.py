@@ -12,7 +12,7 @@ expert, and a decoder block, all rows of its linears.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias, get_args
 
 import numpy as np
@@ -200,9 +200,7 @@ class Structured:
         return round(asked / self.multiple) * self.multiple
 
     def __str__(self) -> str:
-        if self.multiple > 1:
-            return f"{self.units.count - self.dropped} of {self.units.count} {self.unit}"
-        return f"{100 * self.sparsity:.6g}% of {self.unit}"
+        return f"{self.units.count - self.dropped} of {self.units.count} {self.unit}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -248,10 +246,16 @@ def allocated_form(pattern: str) -> str:
     return f"allocated N:{of}" if colon else f"allocated {keep.split()[-1]}"
 
 
-def nearest(pattern: Asked, sparsity: float) -> Unstructured | NM:
-    """Return a pattern of the same kind at another sparsity; of an N:M one M stays, and 1 <= N < M is the nearest."""
+def nearest(pattern: Asked, sparsity: float) -> Asked:
+    """Return a pattern of the same kind at another sparsity.
+
+    Of an N:M one M stays, and 1 <= N < M is the nearest. Of units one multiple goes and one stays, at least; a single
+    one stays.
+    """
     if isinstance(pattern, Structured):
-        raise TypeError(f"units have the sparsity of their rule, {pattern}")
+        count, one = pattern.units.count, pattern.multiple
+        dropped = min(max(replace(pattern, sparsity=sparsity).dropped, one), count - one)
+        return replace(pattern, sparsity=dropped / count)
     if isinstance(pattern, Unstructured):
         return Unstructured(sparsity, pattern.group)
     return NM(pattern.of - min(max(round(sparsity * pattern.of), 1), pattern.of - 1), pattern.of)

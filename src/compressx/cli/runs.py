@@ -55,7 +55,7 @@ def run(
     if not quiet:
         terminal.show(*sections(report))
         if report.layers and not report.shrink:
-            click.echo(tables.full_size(loaded.recipe.output))
+            click.echo(tables.full_size(loaded.recipe.output, own_widths=loaded.recipe.own_widths))
         click.echo(f"written to {loaded.recipe.output}")
 
 
@@ -99,7 +99,7 @@ def plan(
         return
     terminal.show(*tables.of_plan(state.plan, every=every), *tables.of_sizes(sizes), *tables.of_time(measured))
     if state.plan.linears and not loaded.recipe.shrink:
-        click.echo(tables.full_size(loaded.recipe.output))
+        click.echo(tables.full_size(loaded.recipe.output, own_widths=loaded.recipe.own_widths))
 
 
 @click.command(epilog="Example: compressx schema > recipe.schema.json")

@@ -36,10 +36,13 @@ _SPECTRA = (
 )  # fmt: skip
 
 
-def full_size(folder: object = "OUTPUT") -> str:
+def full_size(folder: object = "OUTPUT", *, own_widths: bool = False) -> str:
     """Say that zeros are stored, and what makes what is stored smaller."""
+    stored = f"files are as large as the dense model's: compressx {{}} {shlex.quote(str(folder))}"
+    if own_widths:
+        return f"{stored.format('export')} --format gguf writes a smaller one, in which each block has its own width"
     return (
-        f"files are as large as the dense model's: compressx pack {shlex.quote(str(folder))} makes them smaller; for a "
+        f"{stored.format('pack')} makes them smaller; for a "
         "smaller model, set shrink: true and pattern: neurons, kv-groups, experts or blocks"
     )
 

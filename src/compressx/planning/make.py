@@ -185,14 +185,13 @@ def _patterns(
     """
     allocation = loaded.recipe.allocation
     kinds = [_pattern_of(loaded, index, spec) for index, spec in enumerate(specs)]
-    if allocation is None:
-        return {
-            name: Structured(one.kind, kinds[index].sparsity, one, multiple_of(loaded, index, one))
-            if (one := units.get(index, {}).get(name)) is not None
-            else kinds[index]
-            for name, index in taken.items()
-        }
-    return {name: nearest(kinds[index], allocation.target) for name, index in taken.items()}
+    patterns: dict[str, Asked] = {
+        name: Structured(one.kind, kinds[index].sparsity, one, multiple_of(loaded, index, one))
+        if (one := units.get(index, {}).get(name)) is not None
+        else kinds[index]
+        for name, index in taken.items()
+    }
+    return patterns if allocation is None else {n: nearest(p, allocation.target) for n, p in patterns.items()}
 
 
 def _pattern_of(loaded: LoadedRecipe, index: int, spec: PrunerSpec) -> Unstructured | NM:

@@ -239,8 +239,15 @@ class Plan:
         return bool(self.sensitive) or self.streams > 1
 
     def allocated(self, patterns: Mapping[str, Asked]) -> Plan:
-        """Return the final plan: every linear with the pattern that an allocation gave it, by name."""
-        linears = tuple(replace(x, pattern=patterns[x.name]) for x in self.linears)
+        """Return the final plan: every linear with the pattern that an allocation gave it, by name.
+
+        Linears of units keep theirs, at the sparsity of what they were given.
+        """
+        given = ((x, x.pattern, patterns[x.name]) for x in self.linears)
+        linears = tuple(
+            replace(x, pattern=replace(was, sparsity=new.sparsity) if isinstance(was, Structured) else new)
+            for x, was, new in given
+        )
         return replace(self, linears=linears, allocation=None)
 
     def scored(self, scores: Mapping[str, float]) -> Plan:

@@ -117,6 +117,11 @@ class Recipe(Strict):
     )
     output: Path = Field(description="folder to write: new, empty, or an earlier run's output")
 
+    @property
+    def own_widths(self) -> bool:
+        """Whether an allocation gives each block its own number of units."""
+        return self.allocation is not None and any(isinstance(rule.pattern, str) for rule in self.prune)
+
     def draws(self) -> dict[str, Draw]:
         """Return the draws of windows by their section."""
         sections = {"calibration": self.calibration, "finetune": self.finetune}
@@ -249,13 +254,14 @@ def _budget_mistakes(loaded: LoadedRecipe) -> Iterator[str]:
     """Yield a message for each rule that lacks a sparsity, or has one despite an allocation."""
     allocated = loaded.recipe.allocation is not None
     for i, rule in enumerate(loaded.recipe.prune):
-        if isinstance(rule.pattern, str):
-            if allocated:
-                yield (
-                    f"{loaded.where('allocation')}: allocation chooses no sparsities of {rule.pattern} at "
-                    f"{loaded.where('prune', i, 'pattern')}; drop allocation, or prune them by a recipe of their own"
-                )
-            elif rule.sparsity is None:
+        if allocated and rule.pattern in ("experts", "blocks"):
+            yield (
+                f"{loaded.where('allocation')}: allocation chooses no sparsities of {rule.pattern} at "
+                f"{loaded.where('prune', i, 'pattern')}; drop allocation, or prune them by a recipe of their own"
+            )
+            continue
+        if isinstance(rule.pattern, str) and not allocated:
+            if rule.sparsity is None:
                 yield f"{loaded.where('prune', i)}: prune[{i}]: {rule.pattern} needs sparsity, such as 0.2"
             continue
         if not allocated and rule.sparsity is None and rule.pattern is None:

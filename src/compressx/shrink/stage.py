@@ -59,6 +59,13 @@ class Shrink(Stage):
                 "give a rule pattern: neurons, kv-groups, experts or blocks, or remove shrink"
             ))  # fmt: skip
             return
+        if state.recipe.own_widths:
+            mistakes.add(RecipeError(
+                f"{state.loaded.where('shrink')}: a config of transformers has one width for all blocks, but "
+                f"allocation at {state.loaded.where('allocation')} gives each its own; drop shrink, and export gguf, "
+                "which has a width for each block, or drop allocation, and give the rules their sparsity"
+            ))  # fmt: skip
+            return
         kept = [
             RemainingUnits(p.units, torch.arange(p.units.count) < p.units.count - p.dropped)
             for p in patterns.values()

@@ -43,7 +43,7 @@ SHARE = 0.03
 
 @dataclass(frozen=True)
 class Allocated:
-    """The sparsities that were chosen, and the report of that."""
+    """The sparsities that were chosen, of units that go whole as those of weights, and the report of that."""
 
     patterns: Mapping[str, Unstructured | NM]
     report: AllocationReport

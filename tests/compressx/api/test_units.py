@@ -106,12 +106,13 @@ def test_units_and_weights_are_chosen_side_by_side_and_units_of_two_modules_by_t
     assert (~masks["q"]).sum(dim=1).tolist() == [2] * 4
 
 
-def test_one_linears_mask_is_not_made_of_units_and_their_sparsity_is_their_rules():
+def test_one_linears_mask_is_not_made_of_units_and_some_go_and_some_stay_at_the_nearest_sparsity():
     pattern = Structured("neurons", 0.5, six())
     with pytest.raises(ValueError, match="6 neurons of mlp own several linears; take keep_masks"):
         keep_mask(torch.ones(12, 5), pattern)
-    with pytest.raises(TypeError, match="units have the sparsity of their rule, 50% of neurons"):
-        nearest(pattern, 0.3)
+    pairs = Structured("neurons", 0.5, pattern.units, multiple=2)
+    assert [nearest(pairs, s).sparsity * 6 for s in (0.01, 0.3, 0.55, 0.99)] == pytest.approx([2, 2, 4, 4])
+    assert nearest(Structured("neurons", 0.5, pattern.units, multiple=6), 0.5).sparsity == 0
     assert zeros_in(pattern, 12, 5) is None
     assert pattern == Structured("neurons", 0.5, six())
     assert pattern != Structured("kv-groups", 0.5, six())

@@ -81,7 +81,7 @@ def longer_bias(results: dict[str, PruneResult]) -> None:
     [
         (torn, "pruner 'mine' on block.mlp: neurons go or stay whole, in all of block.up, block.down, but 2 weights"),
         (only_columns, "but 8 weights are dropped of units that are kept; make the masks by compressx.keep_masks"),
-        (one_more, "on block.mlp: pattern 33.3333% of neurons means that 2 of 6 units go, got 3"),
+        (one_more, "on block.mlp: pattern 4 of 6 neurons means that 2 of 6 units go, got 3"),
         (no_bias, "on block.down: it returned a bias that is NaN or infinite"),
         (longer_bias, r"on block.down: bias must be a float tensor [4], got torch.float32 [6]"),
     ],

@@ -50,6 +50,8 @@ RESUMED: dict[str, tuple[str, int, tuple[dict[str, Any], ...], dict[str, Any]]] 
                                {"allocation": {"method": "owl", "target": 0.55}}),
     "dropped blocks": ("llama", 2, (THIRD, WANDA | {"targets": ["*.up_proj"]}), {}),
     "shrunk": ("llama", 2, tuple(WANDA | {"pattern": x} for x in ("neurons", "kv-groups")), {"shrink": True}),
+    "widths of their own": ("llama", 1, tuple(OPEN | {"pattern": x} for x in ("neurons", "kv-groups")),
+                            {"allocation": {"method": "attention-aware", "target": 0.4}}),
     "experts": ("mixtral", 2, (WANDA | {"pruner": "reap", "pattern": "experts"},), {"shrink": True}),
 }  # fmt: skip
 """By what has to be kept: the model, after how many blocks the run is stopped, its rules, and further sections."""

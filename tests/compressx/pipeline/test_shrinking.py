@@ -202,6 +202,34 @@ def test_a_smaller_model_that_computes_something_else_is_not_written(model, monk
     assert not [*Path().glob(".out.partial-*/model")]
 
 
+OPEN: list[dict[str, Any]] = [{k: v for k, v in x.items() if k != "sparsity"} for x in (NEURONS, HEADS)]
+THIRDS = {"allocation": {"method": "attention-aware", "target": 0.35, "samples": 8}}
+
+
+def test_widths_of_their_own_are_masks_of_the_model_and_a_config_cannot_say_them(models, unloaded):
+    source = models("llama-mha")
+    with pytest.raises(RecipeError, match=r"shrink: a config of transformers has one width .* and export gguf"):
+        run(recipe(source, *OPEN, **THIRDS, **SHRINK))
+
+
+def test_a_block_has_the_width_that_its_report_says(models):
+    report = run(recipe(models("llama-mha"), *OPEN, evaluated=True, **THIRDS))
+    found, planned = weights("out/model"), json.loads(Path("out/plan.json").read_text())["linears"]
+    told = {x["name"]: x["pattern"] for x in planned}
+    left = {}
+    for name, pattern in told.items():
+        if name.endswith(("down_proj", "o_proj")):
+            alive = int(found[f"{name}.weight"].ne(0).any(dim=0).sum())
+            count, of = (96, "neurons") if "mlp" in name else (4, "kv-groups")
+            left[name] = alive * count // found[f"{name}.weight"].shape[1]
+            assert pattern == f"{left[name]} of {count} {of}"
+    assert report.allocation is not None
+    assert report.allocation.zeros == sum(int(found[f"{n}.weight"].eq(0).sum()) for n in told)
+    page = Path("out/report.md").read_text()
+    assert all(f"| {told[name]} |" in page for name in left)
+    assert "`compressx export --format gguf` gives each block its own" in Path("out/model/README.md").read_text()
+
+
 SOME = {**NEURONS, "targets": ["model.layers.0.*"]}
 
 

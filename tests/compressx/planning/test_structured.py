@@ -46,7 +46,7 @@ def test_rules_of_two_kinds_of_units_with_the_same_targets_take_what_is_theirs()
     assert sorted(units.fqn for units in shared.values()) == sorted(
         f"model.layers.{i}.{part}" for i in range(3) for part in ("mlp", "self_attn")
     )
-    assert str(plan.linears[0].pattern) == "50% of kv-groups"
+    assert str(plan.linears[0].pattern) == "1 of 2 kv-groups"
 
 
 def test_a_rule_whose_pruner_finds_no_attention_in_any_block_is_told_so_and_not_to_ignore_one():
@@ -158,10 +158,11 @@ def test_options_that_do_not_go_with_units_are_refused_at_the_rule(key):
     assert ("prune[0].reconstruct" if key == "reconstruct" else "prune[0]") in said
 
 
-def test_an_allocation_does_not_go_with_units():
-    open_rule = {key: value for key, value in rule().items() if key != "sparsity"}
+@pytest.mark.parametrize("pattern", ["experts", "blocks"])
+def test_an_allocation_does_not_go_with_experts_and_blocks(pattern):
+    open_rule = {key: value for key, value in rule(pattern=pattern).items() if key != "sparsity"}
     said = refusal(RecipeError, open_rule, allocation={"method": "owl", "target": 0.5})
-    assert "allocation chooses no sparsities of neurons at <dict>:prune[0].pattern; drop allocation" in said
+    assert f"allocation chooses no sparsities of {pattern} at <dict>:prune[0].pattern; drop allocation" in said
 
 
 # --- experts
@@ -256,7 +257,7 @@ def test_other_rules_take_their_linears_whether_they_stand_before_or_after(first
 def test_the_plan_as_data_says_which_blocks_go_once_they_are_scored():
     plan = planned(skeleton())
     assert plan.to_dict()["blocks"] == {
-        "pruner": "shortgpt", "pattern": "34% of blocks", "count": 1, "dropped": [], "scores": {},
+        "pruner": "shortgpt", "pattern": "2 of 3 blocks", "count": 1, "dropped": [], "scores": {},
     }  # fmt: skip
     scores = {f"model.layers.{i}": float(i) for i in range(3)}
     told = plan.scored(scored := scores).to_dict()["blocks"]
