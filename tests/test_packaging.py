@@ -127,7 +127,7 @@ output: out
     assert gone.returncode == 2
     assert "r.yaml:5" in gone.stderr
     assert "no pruner 'random'; did you mean" in gone.stderr
-    assert "valid: alps, attnprune, dare, divergence, magnitude" in gone.stderr
+    assert "valid: alps, attnprune, dare, depth, divergence, magnitude" in gone.stderr
 
 
 def test_a_token_selector_by_pip_shortens_prompts_and_blocked_it_is_named(fresh, tmp_path):

@@ -6,7 +6,7 @@ pruning needs query and key together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
@@ -295,6 +295,37 @@ class DepthPruner(Protocol):
         """
 
 
+Divergences: TypeAlias = Callable[[Sequence[Collection[str]]], list[float]]
+"""From sets of blocks, by name, the mean divergence KL(dense || without them) of the model's predictions, in nats."""
+
+
+@runtime_checkable
+class DepthSearch(Protocol):
+    """Chooses decoder blocks by trial, for rules with `pattern: blocks`.
+
+    The host runs the model without the blocks that the pruner asks about; with a base, with the base's in their place.
+
+    Attributes:
+        windows: how many calibration windows trials run on, the first ones.
+    """
+
+    windows: int
+
+    def choose(self, blocks: Sequence[str], count: int, divergences: Divergences) -> Sequence[str]:
+        """Return the blocks that go.
+
+        Args:
+            blocks: the names of those that may, in the model's order.
+            count: how many have to.
+            divergences: measures trials on the calibration text. Trials of one call share what is the same in them, so
+                ask about many at a time; those that were asked about before cost nothing. Infinite for blocks that
+                cannot go together.
+
+        Returns:
+            `count` different names.
+        """
+
+
 AnyPruner: TypeAlias = Pruner | PreparingPruner
 
 
@@ -313,7 +344,8 @@ class PrunerSpec:
         build: makes the pruner from validated options.
         groups: the budgets that it supports for unstructured sparsity, the first being its default.
         nm: whether it supports N:M.
-        units: the units of `Structured` patterns that it supports; with `blocks` it is a `DepthPruner`.
+        units: the units of `Structured` patterns that it supports; with `blocks` it is a `DepthPruner` or a
+            `DepthSearch`.
         reconstructs: whether it accepts `FixedMask`, so that a recipe can name it after `reconstruct:`.
         selecting_options: names of the options that change nothing for given masks, and are refused there.
         separable: whether each linear is decided from its own weight and statistics, so that a block's linears can be
@@ -327,7 +359,7 @@ class PrunerSpec:
     name: str
     summary: str
     options: type[BaseModel]
-    build: Callable[[Any], AnyPruner | DepthPruner]
+    build: Callable[[Any], AnyPruner | DepthPruner | DepthSearch]
     groups: tuple[Group, ...] = ("row", "layer", "joint")
     nm: bool = True
     units: tuple[UnitKind, ...] = ()

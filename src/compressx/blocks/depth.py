@@ -1,10 +1,11 @@
-"""Score the decoder blocks of a dense model, so that those of the lowest scores can be dropped."""
+"""Choose the decoder blocks of a dense model that can be dropped: those of the lowest scores, or by trial."""
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from numbers import Real
 from typing import Any
@@ -14,12 +15,14 @@ from torch import Tensor
 
 from compressx.api.pruner import Block, DepthPruner, PruneResult, StreamStatistic
 from compressx.blocks.exchange import reduce_
-from compressx.blocks.fisher import ROW_WINDOWS, gradients
+from compressx.blocks.fisher import ROW_WINDOWS, gradients, groups
 from compressx.blocks.observe import unchanged
 from compressx.blocks.select import restored
 from compressx.models.access import Access
 from compressx.models.architecture import find_blocks, survey, text_config
-from compressx.models.blockwise import Keep, Run, capture, each_block, in_memory
+from compressx.models.arithmetic import products_in
+from compressx.models.blockwise import Keep, Run, capture, copy_shared_states, each_block, in_memory, run_around
+from compressx.models.shards import OUTSIDE
 from compressx.planning.plan import PlannedDepth
 from compressx.runtime.errors import PluginError, UnsupportedModelError, blamed_on
 from compressx.runtime.finite import finite, refuse_damage
@@ -54,8 +57,9 @@ def score_blocks(
     """
     found = survey(access.model)
     name, pruner = depth.rule.pruner.name, depth.rule.build_depth()
+    assert isinstance(pruner, DepthPruner)  # noqa: S101 - `choose_blocks` asked
     reads = getattr(pruner, "reads_gradients", False)
-    slopes = gradients(access, found, depth.blocks, _first(batches, ranks), keep) if reads else {}
+    slopes = gradients(access, found, depth.blocks, _first(batches, ROW_WINDOWS / ranks.size), keep) if reads else {}
     states, calls = capture(access, found, batches, keep)
     scores: dict[str, float] = {}
     last = max(list(found.blocks).index(fqn) for fqn in depth.blocks)
@@ -84,10 +88,177 @@ def score_blocks(
     return scores
 
 
-def _first(batches: Sequence[Tensor], ranks: Ranks) -> list[Tensor]:
-    """Return this process's batches whose gradients are measured: all blocks' are kept at the same time."""
+def choose_blocks(
+    access: Access, depth: PlannedDepth, batches: Sequence[Tensor], keep: Keep = in_memory, ranks: Ranks = ALONE,
+    progress: Callable[[int, int], None] = lambda _done, _total: None,
+) -> tuple[dict[str, float], dict[str, float]]:  # fmt: skip
+    """Score every block that may go, or let a search choose those that go.
+
+    Args:
+        access: as for `score_blocks`.
+        depth: which blocks may go, and whose pruner scores or chooses them.
+        batches: as there.
+        keep: as there.
+        ranks: the processes; all get the same.
+        progress: called with the number of blocks scored, or of the largest trial, and of all, or of those that go.
+
+    Returns:
+        The scores by name, those of a search being the divergence without that block alone; and the names that a search
+        chose, in its order, each with the divergence without it and those before it.
+
+    Raises:
+        PluginError: as `score_blocks`, or a search that returns other names or another number of them.
+        UnsupportedModelError, ArtifactError: as `score_blocks`.
+    """
+    name, pruner, count = depth.rule.pruner.name, depth.rule.build_depth(), depth.pattern.dropped
+    if isinstance(pruner, DepthPruner):
+        return score_blocks(access, depth, batches, keep, ranks, progress), {}
+    some = torch.split(torch.cat([*batches])[: math.ceil(pruner.windows / ranks.size)], len(batches[0]))
+    trials = Trials(access, depth.blocks, some, ranks, lambda done: progress(done, count))
+    with blamed_on(f"choose of pruner {name!r} failed"):
+        chosen = [*pruner.choose(depth.blocks, count, trials)]
+    if len(chosen) != count or len({*depth.blocks}.intersection(chosen)) != count:
+        raise PluginError(
+            f"choose of pruner {name!r} must return {count} different names of the {len(depth.blocks)} blocks, got "
+            f"{chosen!r:.80}"
+        )
+    alone = trials([[fqn] for fqn in depth.blocks])
+    steps = trials([chosen[: i + 1] for i in range(count)])
+    return dict(zip(depth.blocks, alone, strict=True)), dict(zip(chosen, steps, strict=True))
+
+
+class Trials:
+    """Runs a model without some of its blocks; a `compressx.Divergences`.
+
+    The trials of a call go through the blocks together. What enters a block is the same for all that have dropped the
+    same blocks before it, so each block runs once for each different beginning, and nothing is kept between calls but
+    the divergences.
+
+    Args:
+        access: as for `score_blocks`.
+        blocks: names of those that may go.
+        batches: token ids, each [batch, tokens]; this process's share.
+        ranks: the processes, all of which ask for the same.
+        progress: called after each call with the size of the largest trial.
+    """
+
+    def __init__(
+        self, access: Access, blocks: Sequence[str], batches: Sequence[Tensor], ranks: Ranks = ALONE,
+        progress: Callable[[int], None] = lambda _done: None,
+    ) -> None:  # fmt: skip
+        self._access, self._found, self._blocks, self._ranks = access, survey(access.model), blocks, ranks
+        self._batches, self._progress = batches, progress
+        self._unchecked = {*blocks} if access.base is None else set()
+        self._known = {frozenset[str](): 0.0}
+
+    def __call__(self, trials: Sequence[Collection[str]]) -> list[float]:
+        """Return the divergence of each trial.
+
+        Raises:
+            PluginError: a name of no block that may go.
+            UnsupportedModelError: as `score_blocks`.
+        """
+        asked = [frozenset(trial) for trial in trials]
+        if unknown := frozenset[str]().union(*asked).difference(self._blocks):
+            raise PluginError(f"a trial without {min(unknown)!r:.80}; expected names of {', '.join(self._blocks)}")
+        fresh = [trial for trial in dict.fromkeys(asked) if trial not in self._known]
+        # No more at a time than there are blocks, for which the batches that go together are meant.
+        for some in (fresh[i : i + len(self._found.blocks)] for i in range(0, len(fresh), len(self._found.blocks))):
+            self._known |= dict.fromkeys(some, math.inf)
+            able = [trial for trial in some if self._is_possible(trial)]
+            self._known |= zip(able, self._measured(able), strict=True)
+            self._progress(max(map(len, some)))
+        return [self._known[trial] for trial in asked]
+
+    @torch.no_grad()
+    def _measured(self, trials: Sequence[frozenset[str]]) -> list[float]:
+        totals = torch.zeros(len(trials) + 1, dtype=torch.float64)  # the sums, in nats, and the number of tokens
+        for group in groups(self._access, self._found, self._batches):
+            ids = [batch.to(self._access.device) for batch in group]
+            totals += self._summed(ids, self._after_blocks(ids, trials), trials).cpu()
+        self._ranks.all_reduce_(totals)
+        means: list[float] = (totals[:-1] / totals[-1]).nan_to_num(nan=math.inf).tolist()
+        return means
+
+    def _is_possible(self, trial: frozenset[str]) -> bool:
+        try:
+            refuse_needed(self._access.model, trial if self._access.base is None else ())
+        except UnsupportedModelError:
+            return False
+        return True
+
+    def _after_blocks(
+        self, ids: Sequence[Tensor], trials: Sequence[frozenset[str]]
+    ) -> dict[frozenset[str], Sequence[Tensor]]:
+        """Return what leaves the last block, for each batch, by trial; without any block dropped as well."""
+        access, before = self._access, frozenset[str]()
+        states, calls = capture(access, self._found, ids)
+        reached = {before: _Reached(states, [{} for _ in ids])}
+        for block, runs in each_block(access, self._found, calls):
+            refuse_damage(block.module, block.fqn)
+            if block.fqn in self._unchecked:
+                self._unchecked.remove(block.fqn)
+                _refuse_remainder(block, runs[0], reached[frozenset()].states[0])
+            upto = before | {block.fqn}
+            leaving = {}
+            for path in dict.fromkeys(trial & upto for trial in (frozenset[str](), *trials)):
+                leaving[path] = reached[path & before].after(access, block, runs, without=block.fqn in path)
+            reached, before = leaving, upto
+        return {path: x.states for path, x in reached.items()}
+
+    def _summed(
+        self, ids: Sequence[Tensor], after: Mapping[frozenset[str], Sequence[Tensor]], trials: Sequence[frozenset[str]]
+    ) -> Tensor:
+        """Return the sum over tokens of each trial's divergence, and the number of tokens, float64 [trials + 1]."""
+        sums = torch.zeros(len(trials) + 1, dtype=torch.float64, device=self._access.device)
+        with self._access.materialise(OUTSIDE):
+            for i, batch in enumerate(ids):
+                for j, window in enumerate(torch.split(batch, 1)):  # one at a time: its logits are large
+                    dense = self._logits(window, after[frozenset()][i][j : j + 1]).log_softmax(dim=-1)
+                    finite(dense, "the dense model's predictions")
+                    expected = dense.exp()
+                    entropy = torch.linalg.vecdot(expected, dense)  # [tokens], negative
+                    for number, trial in enumerate(trials):
+                        logits = self._logits(window, after[trial][i][j : j + 1])
+                        # log q = logits - their logsumexp, so no second matrix of log-probabilities is made.
+                        each = entropy - torch.linalg.vecdot(expected, logits) + logits.logsumexp(dim=-1)
+                        sums[number] += each.double().sum()
+                sums[-1] += batch.numel()
+        return sums
+
+    def _logits(self, window: Tensor, state: Tensor) -> Tensor:
+        """Return the predictions of one window [1, tokens], at least float32 [tokens, vocabulary]."""
+        access = self._access
+        with products_in(access.products, access.model, access.device):
+            logits: Tensor = run_around(access.model, self._found.blocks, window, state).logits[0]
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+@dataclass(frozen=True, eq=False)
+class _Reached:
+    """What trials that have dropped the same blocks have in common so far.
+
+    Attributes:
+        states: that enter the next block, for each batch.
+        shared: for each batch, copies of the blocks' `shared_states`, by id.
+    """
+
+    states: Sequence[Tensor]
+    shared: Sequence[dict[int, Any]]
+
+    def after(self, access: Access, block: Block, runs: Sequence[Run], *, without: bool) -> _Reached:
+        """Return what they have in common after a block, or after its base's."""
+        states, shared = [], [{key: copy.copy(value) for key, value in of.items()} for of in self.shared]
+        for run, state, copies in zip(runs, self.states, shared, strict=True):
+            own = replace(run, call=copy_shared_states(run.call, copies))
+            states.append(_without(access, block, own, state) if without else own(state))
+        return _Reached(states, shared)
+
+
+def _first(batches: Sequence[Tensor], windows: float) -> list[Tensor]:
+    """Return the first batches that have so many windows; gradients of all blocks are kept at the same time."""
     seen = accumulate((len(batch) for batch in batches), initial=0)
-    return [batch for batch, before in zip(batches, seen, strict=False) if before < ROW_WINDOWS / ranks.size]
+    return [batch for batch, before in zip(batches, seen, strict=False) if before < windows]
 
 
 def _without(access: Access, block: Block, run: Run, state: Tensor) -> Tensor:
@@ -120,7 +291,10 @@ def refuse_needed(model: Any, dropped: Collection[str]) -> None:
 
 def decide_whole(block: Block, depth: PlannedDepth, names: Sequence[str]) -> dict[str, PruneResult]:
     """Return what a rule that drops whole blocks means for its linears in one of them: all zeros, or all weights."""
-    kept, info = block.fqn not in depth.dropped, {"importance": depth.scores[block.fqn]}
+    kept, info = (
+        block.fqn not in depth.dropped,
+        {k: depth.scores[block.fqn] for k in ["importance"] if block.fqn in depth.scores},
+    )
     results = {}
     for name in names:
         weight, bias = block.linears[name].held, block.linears[name].bias

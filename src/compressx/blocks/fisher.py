@@ -95,7 +95,7 @@ def fisher_diagonal(
     enough = max(1, (ROW_WINDOWS if wanted else CHANNEL_WINDOWS) // ranks.size)
     enough, seen = min(enough, sum(map(len, batches))), 0
     first, further = _first_windows(batches, enough)
-    for group in chain(_groups(access, found, first), ([batch] for batch in further)):
+    for group in chain(groups(access, found, first), ([batch] for batch in further)):
         if seen >= enough and all(squares.reached for squares in at.values()):
             break
         progress(min(seen, enough), enough)
@@ -136,7 +136,7 @@ def gradients(
     # Allocated up front: long-lived tensors among freed large ones would fragment the heap.
     kept = {fqn: [keep(torch.empty(batch.shape + shape, dtype=dtype)) for batch in batches] for fqn in names}
     done = 0
-    for group in _groups(access, found, batches) if names else ():
+    for group in groups(access, found, batches) if names else ():
         progress(sum(map(len, batches[:done])), sum(map(len, batches)))
         for fqn, at_outputs in _backwards(access, found, group, generator, at):
             with written_behind() as put:
@@ -200,7 +200,7 @@ def _first_windows(batches: Sequence[Tensor], first: int) -> tuple[list[Tensor],
     return list(torch.split(windows[:first], len(batches[0]))), list(torch.split(windows[first:], 1))
 
 
-def _groups(access: Access, found: Architecture, batches: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+def groups(access: Access, found: Architecture, batches: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Yield batches that go through the blocks together: of a model in memory each by itself, which costs nothing."""
     each = text_config(access.model).hidden_size * access.model.dtype.itemsize * (len(found.blocks) + 1)  # of a token
     room = _STATES_SHARE * free_memory(access.device, local_processes()) if isinstance(access, StreamedModel) else 0.0

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from compressx.api.names import kind_of
 from compressx.api.patterns import allocated_form
-from compressx.api.pruner import AnyPruner, Block, Linear, Statistic, statistic_of
+from compressx.api.pruner import AnyPruner, Block, DepthSearch, Linear, Statistic, statistic_of
 from compressx.api.record import BlockReport, LayerReport, RunReport, total_sparsity
-from compressx.blocks.depth import refuse_needed, score_blocks
+from compressx.blocks.depth import choose_blocks, refuse_needed
 from compressx.blocks.fisher import FisherDiagonal, fisher_diagonal
 from compressx.blocks.observe import inputs_watched, is_routed
 from compressx.blocks.prune import hold_routers, prune_model
@@ -36,28 +36,40 @@ _SECONDS = Column("seconds", ".1f")
 class ScoreBlocks(Stage):
     """Choose the decoder blocks that go, on the dense model, if a rule drops some."""
 
+    during = "calibrate"
     everywhere = True
 
+    def memory(self, state: RunState) -> Mapping[str, int]:
+        """Return the bytes of the hidden states in which trials of a search differ, and of a window's predictions."""
+        text, depth = state.recipe.calibration, state.plan.depth
+        if text is None or depth is None or not isinstance(pruner := depth.rule.build_depth(), DepthSearch):
+            return {}
+        windows = min(text.batch_size, text.samples, pruner.windows) * (1 + len(find_blocks(state.skeleton)))
+        predictions = 3 * 4 * text.sequence_length * text_config(state.skeleton).vocab_size
+        return {"hidden states of trials": state.hidden_bytes(windows), "predictions of a window": predictions}
+
     def run(self, state: RunState) -> None:
-        """Score the blocks, unless an interrupted run has."""
+        """Score the blocks, or let a search choose some, unless an interrupted run has."""
         depth, store, ranks = state.plan.depth, state.store, state.ranks
         if depth is None:
             return
-        if not store.scores:
+        if not (store.scores or store.chosen):
             state.report_progress("calibrate", 0, 1)
             mine, folder = state.mine, f"depth-{ranks.rank}"
             with state.loaded.at("prune", depth.rule.index):
-                scores = score_blocks(
+                scores, chosen = choose_blocks(
                     state.pruned_against, depth, mine, state.keep(folder, sum(map(len, mine))), ranks,
                     lambda i, n: state.report_progress("calibrate", i, n, "blocks scored"),
                 )  # fmt: skip
             shutil.rmtree(store.blocks / folder, ignore_errors=True)
-            store.score(ranks.broadcast(scores))
-        state.plan = state.plan.scored(store.scores)
+            store.score(ranks.broadcast(scores), ranks.broadcast(chosen))
+        state.plan = state.plan.scored(store.scores, store.chosen)
         with state.loaded.at("prune", depth.rule.index):
             if state.base is None:
                 refuse_needed(state.access.model, state.plan.dropped)
-        state.note(f"{'dropped' if state.base is None else 'reverted'} blocks: {', '.join(state.plan.dropped)}")
+        reached = {fqn: f" ({x:.3g} nats)" for fqn, x in store.chosen.items()}
+        names = ", ".join(f"{fqn}{reached.get(fqn, '')}" for fqn in state.plan.dropped)
+        state.note(f"{'dropped' if state.base is None else 'reverted'} blocks: {names}")
 
 
 class Sensitivities(Stage):

@@ -7,13 +7,14 @@ import inspect
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from pydantic import BaseModel
 
 from compressx.api.patterns import Asked, Structured, allocated_form, drop_lowest
-from compressx.api.pruner import AnyPruner, DepthPruner, PrunerSpec
+from compressx.api.pruner import AnyPruner, DepthPruner, DepthSearch, PrunerSpec
 from compressx.recipe.sections import Allocation, ReconstructBlock
 from compressx.runtime.errors import PluginError, blamed_on
 
@@ -64,17 +65,18 @@ class PlannedRule:
         selector = _pruner(self.pruner, self.options)
         return selector, _pruner(self.reconstructor, self.reconstructor_options) if self.reconstructor else None
 
-    def build_depth(self) -> DepthPruner:
+    def build_depth(self) -> DepthPruner | DepthSearch:
         """Make the selecting pruner of a rule that prunes whole blocks.
 
         Raises:
-            PluginError: it does not score blocks, though it declares them.
+            PluginError: it neither scores blocks nor chooses them, though it declares them.
         """
         pruner = _built(self.pruner, self.options)
-        if not isinstance(pruner, DepthPruner):
+        if not isinstance(pruner, DepthPruner | DepthSearch):
             raise PluginError(
                 f"pruner {self.pruner.name!r} declares units blocks, but what build returned, a "
-                f"{type(pruner).__name__}, has no observe_block and score_block; see compressx.DepthPruner"
+                f"{type(pruner).__name__}, has no observe_block and score_block, and no choose and windows; see "
+                "compressx.DepthPruner and compressx.DepthSearch"
             )
         return pruner
 
@@ -141,18 +143,21 @@ class PlannedDepth:
         pattern: what it asks of all linears in the blocks that may go.
         blocks: the names of those blocks, in the order of the pattern's units.
         scores: of each of them, by name; empty until the blocks are measured.
+        chosen: the names of those that a search lets go, in its order, each with the divergence of the predictions
+            without it and those before it, in nats; empty where those of the lowest scores go.
     """
 
     rule: PlannedRule
     pattern: Structured
     blocks: tuple[str, ...]
     scores: Mapping[str, float] = field(default_factory=dict)
+    chosen: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def dropped(self) -> tuple[str, ...]:
-        """The names of the blocks that go, those of the lowest scores; none until they are measured."""
-        if not self.scores:
-            return ()
+        """The names of the blocks that go, those of the lowest scores or chosen; none until they are measured."""
+        if self.chosen or not self.scores:
+            return tuple(self.chosen)
         scores = torch.tensor([self.scores[fqn] for fqn in self.blocks], dtype=torch.float64)
         keep = drop_lowest(scores[None], self.pattern.dropped)[0].tolist()
         return tuple(fqn for fqn, kept in zip(self.blocks, keep, strict=True) if not kept)
@@ -165,6 +170,7 @@ class PlannedDepth:
             "count": self.pattern.dropped,
             "dropped": [*self.dropped],
             "scores": {**self.scores},
+            "divergences": {**self.chosen},
         }
 
 
@@ -250,10 +256,10 @@ class Plan:
         )
         return replace(self, linears=linears, allocation=None)
 
-    def scored(self, scores: Mapping[str, float]) -> Plan:
+    def scored(self, scores: Mapping[str, float], chosen: Mapping[str, float] = MappingProxyType({})) -> Plan:
         """Return the plan with its blocks measured: linears in those that go are no longer other rules'."""
         assert self.depth is not None  # noqa: S101 - blocks are measured because a rule drops some
-        depth = replace(self.depth, scores=dict(scores))
+        depth = replace(self.depth, scores=dict(scores), chosen=dict(chosen))
         linears = tuple(
             replace(x, rule=depth.rule, pattern=depth.pattern) if x.block in depth.dropped else x for x in self.linears
         )

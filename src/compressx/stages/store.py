@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from pydantic import TypeAdapter
@@ -65,19 +66,21 @@ class Store(Protocol):
         finished: names of the finished blocks, in order.
         allocated: the sparsities that were chosen, or None before that.
         scores: of decoder blocks that may be dropped, by name; empty before they are measured.
+        chosen: the names of those that a search drops, each with the divergence that it reached.
         blocks: a folder for large temporary files.
     """
 
     finished: list[str]
     allocated: Allocated | None
     scores: Mapping[str, float]
+    chosen: Mapping[str, float]
     blocks: Path
 
     def allocate(self, allocated: Allocated) -> None:
         """Keep the chosen sparsities."""
 
-    def score(self, scores: Mapping[str, float]) -> None:
-        """Keep the scores of decoder blocks."""
+    def score(self, scores: Mapping[str, float], chosen: Mapping[str, float] = MappingProxyType({})) -> None:
+        """Keep the scores of decoder blocks, and which of them a search chose."""
 
     def recording(self, access: Access) -> AbstractContextManager[None]:
         """Return a context manager within which blocks are added; at its end all are kept."""
@@ -113,15 +116,16 @@ class InMemoryStore:
         self.finished: list[str] = []
         self.allocated: Allocated | None = None
         self.scores: Mapping[str, float] = {}
+        self.chosen: Mapping[str, float] = {}
         self._masks: list[PackedMasks] = []
 
     def allocate(self, allocated: Allocated) -> None:
         """Keep the chosen sparsities."""
         self.allocated = allocated
 
-    def score(self, scores: Mapping[str, float]) -> None:
+    def score(self, scores: Mapping[str, float], chosen: Mapping[str, float] = MappingProxyType({})) -> None:
         """Keep the scores of decoder blocks."""
-        self.scores = scores
+        self.scores, self.chosen = scores, chosen
 
     @contextmanager
     def recording(self, access: Access) -> Iterator[None]:  # noqa: ARG002 - nothing is written
@@ -177,6 +181,7 @@ class Journal:
         self.finished: list[str] = []
         self.allocated: Allocated | None = None
         self.scores: Mapping[str, float] = {}
+        self.chosen: Mapping[str, float] = {}
         self._cost, self._since = 0.0, time.perf_counter()  # seconds of the last writing of states, and when it ended
         self._untidy = False  # whether states were written after which earlier ones are not deleted yet
         if self.state.exists():
@@ -189,9 +194,9 @@ class Journal:
         self.allocated = allocated
         self._write()
 
-    def score(self, scores: Mapping[str, float]) -> None:
-        """Record the scores of decoder blocks, by which some are dropped."""
-        self.scores = scores
+    def score(self, scores: Mapping[str, float], chosen: Mapping[str, float] = MappingProxyType({})) -> None:
+        """Record the scores of decoder blocks, by which some are dropped, and what a search chose."""
+        self.scores, self.chosen = scores, chosen
         self._write()
 
     @contextmanager
@@ -323,6 +328,7 @@ class Journal:
                 raise ValueError(f"blocks {self.finished}")
             self.allocated = None if data["allocated"] is None else ALLOCATED.validate_python(data["allocated"])
             self.scores = {str(fqn): float(score) for fqn, score in data["scores"].items()}
+            self.chosen = {str(fqn): float(reached) for fqn, reached in data["chosen"].items()}
             spent = {str(stage): float(seconds) for stage, seconds in data["seconds"].items()}
         except _DAMAGE as error:
             raise _damaged(self.state, error) from error
@@ -348,6 +354,7 @@ class Journal:
             "fingerprint": self.fingerprint,
             "allocated": None if self.allocated is None else dataclasses.asdict(self.allocated),
             "scores": {**self.scores},
+            "chosen": {**self.chosen},
             "finished": self.finished,
             "seconds": self.timing.seconds(),
         }

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import chain, combinations
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from pydantic import BaseModel
+from tests.compressx.blocks.test_handed_on import gemma4
 from tests.compressx.depths import THIRD, planned
 from tests.compressx.processes import in_two, joined
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from compressx import PluginError, PrunerSpec, UnsupportedModelError
-from compressx.blocks.depth import score_blocks
+from compressx.blocks.depth import Trials, choose_blocks, score_blocks
 from compressx.blocks.fisher import divergences, gradients
 from compressx.blocks.prune import prune_model
 from compressx.models.access import InMemory
 from compressx.models.architecture import find_blocks, survey
-from compressx.models.blockwise import replaced_forwards
+from compressx.models.blockwise import Run, replaced_forwards, skipped
+from compressx.models.checkpoint import Checkpoint
+from compressx.models.streaming import open_streamed
 from compressx.planning.plan import PlannedDepth
-from compressx.pruners.shortgpt import ShortGPT
+from compressx.pruners.depth import ShortGPT, exchanged, greedy
 from compressx.testing import TINY_CONFIGS, tiny_model, tiny_tokens
 
 TOKENS = tiny_tokens()
@@ -231,3 +236,147 @@ def test_two_processes_score_the_text_of_both(tmp_path):
     assert depth is not None
     one, other = in_two(_scores_of_two, tmp_path, start="fork")
     assert one == other == pytest.approx(scored(model, depth), abs=1e-9)
+
+
+# --- search
+
+
+def subsets(names: Any) -> list[tuple[str, ...]]:
+    return [*chain.from_iterable(combinations(names, n) for n in range(len(names)))]
+
+
+@torch.no_grad()
+def by_definition(model: Any, without: Any, base: Any = None) -> float:
+    """Return KL(dense || without some blocks) from two whole forward passes in float64."""
+    blocks, dense = find_blocks(model), model(TOKENS, use_cache=False).logits.double().log_softmax(dim=-1)
+    own = {} if base is None else find_blocks(base)
+
+    def forward(fqn: str, hidden: torch.Tensor, call: Any) -> torch.Tensor:
+        output = own[fqn](hidden, *call.args, **call.kwargs)
+        return output[0] if isinstance(output, tuple) else output
+
+    gone = {fqn: blocks[fqn] for fqn in without}
+    with skipped(gone) if base is None else replaced_forwards(gone, forward):
+        other = model(TOKENS, use_cache=False).logits.double().log_softmax(dim=-1)
+    return float((dense.exp() * (dense - other)).sum(dim=-1).mean())
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3", "gemma2", "gpt2", "opt"])
+@pytest.mark.parametrize("base", [False, True])
+def test_a_trial_is_the_divergence_of_a_whole_forward_pass_without_the_blocks(architecture: str, base: bool) -> None:
+    model = tiny_model(architecture).double()
+    before = {n: x.clone() for n, x in model.state_dict().items()}
+    other = tiny_model(architecture, seed=1).double() if base else None
+    access = InMemory(model, base=None if other is None else InMemory(other))
+    blocks = [*find_blocks(model)]
+    asked = subsets(blocks)
+    expected = [by_definition(model, gone, other) for gone in asked]
+    assert Trials(access, blocks, BATCHES)(asked) == pytest.approx(expected, rel=1e-9, abs=1e-12)
+    one_by_one = Trials(access, blocks, list(TOKENS.split([1, 5, 2])))
+    assert [one_by_one([gone[::-1]])[0] for gone in asked] == pytest.approx(expected, rel=1e-9, abs=1e-12)
+    assert all(torch.equal(x, before[n]) for n, x in model.state_dict().items())
+
+
+def test_blocks_whose_keys_and_values_others_use_again_cannot_go_and_copies_of_those_are_each_trials_own() -> None:
+    model = gemma4().double()
+    blocks = [*find_blocks(model)]
+    trials = Trials(InMemory(model), blocks, BATCHES)
+    asked = subsets(blocks)
+    possible = [gone for gone in asked if blocks[1] not in gone or {*blocks[2:]} <= {*gone}]
+    expected = [by_definition(model, gone) if gone in possible else float("inf") for gone in asked]
+    assert trials(asked) == pytest.approx(expected, rel=1e-9, abs=1e-12)
+
+
+def test_a_block_runs_once_for_each_different_beginning_and_nothing_for_what_is_known(monkeypatch: Any) -> None:
+    model = tiny_model("llama")
+    first, second, third = find_blocks(model)
+    trials, ran = Trials(InMemory(model), [first, second, third], BATCHES), list[str]()
+    names, own = {block: fqn for fqn, block in find_blocks(model).items()}, Run.__call__
+    monkeypatch.setattr(Run, "__call__", lambda run, state: (ran.append(names[run.module]), own(run, state))[1])
+    trials._unchecked.clear()  # of which each runs its block once more
+    found = trials([[second], [first], [second]])
+    assert found[0] == found[2]
+    assert {fqn: ran.count(fqn) for fqn in (first, second, third)} == {first: 2, second: 4, third: 6}  # of two batches
+    ran.clear()
+    assert trials([[first], [second]]) == found[1::-1]
+    assert ran == []
+
+
+def test_a_streamed_models_trials_are_those_of_the_loaded_one_and_read_it_once_a_call(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    model.save_pretrained(tmp_path)
+    streamed, blocks = open_streamed(Checkpoint(str(tmp_path))), [*find_blocks(model)]
+    read = list[str]()
+    own = streamed.materialise
+    object.__setattr__(streamed, "materialise", lambda fqn: (read.append(fqn), own(fqn))[1])
+    asked = [[x] for x in blocks]
+    assert Trials(streamed, blocks, BATCHES)(asked) == Trials(InMemory(model), blocks, BATCHES)(asked)
+    assert [read.count(fqn) for fqn in blocks] == [1, 1, 1]
+
+
+def test_greedy_takes_the_best_of_each_step_and_exchanges_find_what_it_missed() -> None:
+    """Of a table in which the best block alone is in no best pair."""
+    price = {"a": 1.0, "b": 2.0, "c": 3.0, "d": 4.0, "ab": 9.0, "ac": 8.0, "ad": 7.0, "bc": 3.5, "bd": 6.0, "cd": 6.5}
+    asked = list[str]()
+
+    def divergences(trials: Any) -> list[float]:
+        asked.extend("".join(sorted(x)) for x in trials)
+        return [price.get("".join(sorted(x)), 0.0) for x in trials]
+
+    costs = dict.fromkeys("abcd", 0.0)
+    assert greedy(costs, 2, divergences) == ["a", "d"]
+    assert {*asked} == {"", *"abcd", "ab", "ac", "ad"}
+    for most, expected in ((1, "ad"), (2, "bd"), (3, "bc"), (8, "bc")):
+        assert "".join(sorted(exchanged(["a", "d"], {**costs}, divergences, most))) == expected
+    costs, asked[:] = dict.fromkeys("abcd", 0.0), []
+    assert greedy(costs, 2, divergences, width=2) == ["a", "c"], "of those that cost least alone"
+    assert {*asked} == {"", *"abcd", "ab", "ac"}
+
+
+def test_no_exchange_of_one_block_for_another_betters_what_a_search_chose() -> None:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        config = AutoConfig.for_model("llama", **TINY_CONFIGS["llama"][1] | {"num_hidden_layers": 6})
+        model = AutoModelForCausalLM.from_config(config).eval()
+    depth = planned(model, {**THIRD, "pruner": "depth"}).depth
+    assert depth is not None
+    scores, chosen = choose_blocks(InMemory(model), depth, BATCHES)
+    assert scores == pytest.approx({fqn: by_definition(model, [fqn]) for fqn in depth.blocks}, rel=1e-4)
+    assert len(chosen) == depth.pattern.dropped == 2
+    assert [*chosen.values()] == pytest.approx([by_definition(model, [*chosen][: n + 1]) for n in range(2)], rel=1e-4)
+    every = {frozenset(pair): by_definition(model, pair) for pair in combinations(depth.blocks, 2)}
+    near = [value for pair, value in every.items() if pair & {*chosen}]
+    assert every[frozenset(chosen)] == min(near)
+    assert planned(model, {**THIRD, "pruner": "depth"}).scored(scores, chosen).dropped == tuple(chosen)
+
+
+@pytest.mark.parametrize(
+    ("choose", "said"),
+    [
+        (lambda blocks, _count, _trials: blocks[:2], r"must return 1 different names of the 3 blocks, got \['model"),
+        (lambda _blocks, _count, _trials: ["lm_head"], r"must return 1 different names .*got \['lm_head'\]"),
+        (lambda blocks, _count, trials: trials([[blocks[0], "lm_head"]]), r"a trial without 'lm_head'; expected names"),
+        (lambda _blocks, _count, _trials: 1 / 0, r"choose of pruner 'own' failed: ZeroDivisionError"),
+    ],
+)
+def test_what_a_search_does_wrong_names_it(choose: Any, said: str) -> None:
+    model = tiny_model("llama")
+    own = type("Own", (), {"choose": staticmethod(choose), "windows": 8})()
+    with pytest.raises(PluginError, match=said):
+        choose_blocks(InMemory(model), plan_with(own, model), BATCHES)
+
+
+def _chosen_by_two() -> Any:
+    model = tiny_model("llama")
+    depth = planned(model, {**THIRD, "pruner": "depth"}).depth
+    assert depth is not None
+    return joined(lambda ranks: choose_blocks(InMemory(model), depth, list(ranks.share(TOKENS).split(2)), ranks=ranks))
+
+
+def test_two_processes_choose_by_the_text_of_both(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    depth = planned(model, {**THIRD, "pruner": "depth"}).depth
+    assert depth is not None
+    one, other = in_two(_chosen_by_two, tmp_path, start="fork")
+    scores, chosen = choose_blocks(InMemory(model), depth, BATCHES)
+    assert one == other == (pytest.approx(scores, rel=1e-6), pytest.approx(chosen, rel=1e-6))

@@ -98,6 +98,33 @@ def test_the_score_is_the_mean_of_weight_times_norm_over_the_tokens_of_an_expert
     assert [e for e in range(4) if dropped[e]] == sorted(sorted(range(4), key=expected.__getitem__)[:2])
 
 
+@pytest.mark.parametrize(
+    ("name", "renormalised", "changed"),
+    [("mixtral", True, {}), ("qwen3-moe", True, {}), ("qwen3-moe", False, {"norm_topk_prob": False}),
+     ("olmoe", False, {}), ("olmoe", True, {"norm_topk_prob": True})],
+)  # fmt: skip
+@torch.no_grad()
+def test_the_routers_weights_sum_to_one_over_a_tokens_experts_where_the_model_makes_them(name, renormalised, changed):
+    """By the definition, from the router's logits: as the paper's code has it since March 2026."""
+    model = mixture(name, num_hidden_layers=1, **changed)
+    home, ((hidden, _, _),) = next(iter(choices(model).items()))
+    linears, gate = survey(model).linears, model.get_submodule(f"{home.removesuffix('experts')}gate")
+    scores, counts = [0.0] * 4, [0] * 4
+    for x in hidden.double():
+        shares = (gate.weight.double() @ x).softmax(dim=0)
+        best = shares.argsort(descending=True)[:2].tolist()
+        for expert in best:
+            up, down = (linears[f"{home}.{kind}.{expert}"].weight.double() for kind in ("gate_up_proj", "down_proj"))
+            inner, rest = (up @ x).chunk(2)
+            norm = float((down @ (torch.nn.functional.silu(inner) * rest)).norm())
+            scores[expert] += norm * float(shares[expert] / (shares[best].sum() if renormalised else 1.0))
+            counts[expert] += 1
+    plan = planned(model, HALF, shrink=True)
+    layers = {x.name: x for b in prune_model(InMemory(model), plan, BATCHES) for x in b.report.layers}
+    found = [layers[f"{home}.down_proj.{expert}"].info["importance"] for expert in range(4)]
+    assert found == pytest.approx([score / count for score, count in zip(scores, counts, strict=True)], rel=1e-4)
+
+
 def test_an_expert_that_no_token_reaches_goes_first():
     model = mixture("mixtral", num_hidden_layers=1)
     with torch.no_grad():

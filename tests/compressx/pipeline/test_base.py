@@ -167,7 +167,7 @@ def test_allocation_measures_differences(pair: tuple[Path, Path]) -> None:
     assert MaskSet.load("out/masks.safetensors").verify(loaded(Path("out/model")), base=loaded(base))
 
 
-@pytest.mark.parametrize("pruner", ["divergence", "shortgpt"])
+@pytest.mark.parametrize("pruner", ["depth", "divergence", "shortgpt"])
 def test_blocks_are_reverted_whole_those_first_that_fine_tuning_changed_least(tmp_path: Path, pruner: str) -> None:
     base = save_tiny(tmp_path / "base", "llama")
     model = loaded(base)

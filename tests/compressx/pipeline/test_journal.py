@@ -349,7 +349,7 @@ def test_killed_at_any_change_of_its_files_a_run_goes_on_to_the_same_end(model, 
 @pytest.mark.parametrize(
     "forged",
     [{"finished": ["../../secret"]}, {"finished": ["a\\b"]}, {"finished": 3}, {"finished": [3]}, {"scores": [1]},
-     {"seconds": {"prune": None}}, {"fingerprint": 7}, {"allocated": {"patterns": []}}],
+     {"chosen": [1]}, {"seconds": {"prune": None}}, {"fingerprint": 7}, {"allocated": {"patterns": []}}],
 )  # fmt: skip
 def test_a_forged_record_is_damaged_and_no_block_is_read_elsewhere(forged: dict[str, Any], tmp_path: Path) -> None:
     kept = Journal(tmp_path, {})

@@ -49,6 +49,7 @@ RESUMED: dict[str, tuple[str, int, tuple[dict[str, Any], ...], dict[str, Any]]] 
     "N:M and other patterns": ("llama", 1, (OPEN | {"targets": ["*.mlp.*"], "pattern": "2:4"}, OPEN),
                                {"allocation": {"method": "owl", "target": 0.55}}),
     "dropped blocks": ("llama", 2, (THIRD, WANDA | {"targets": ["*.up_proj"]}), {}),
+    "blocks by search": ("llama", 2, (THIRD | {"pruner": "depth"}, WANDA | {"targets": ["*.up_proj"]}), {}),
     "shrunk": ("llama", 2, tuple(WANDA | {"pattern": x} for x in ("neurons", "kv-groups")), {"shrink": True}),
     "widths of their own": ("llama", 1, tuple(OPEN | {"pattern": x} for x in ("neurons", "kv-groups")),
                             {"allocation": {"method": "attention-aware", "target": 0.4}}),
@@ -66,7 +67,7 @@ def test_a_resumed_run_ends_with_the_files_of_one_that_was_not_interrupted(about
     run({**asked, "output": "whole"})
     state = json.loads((stopped(asked, after) / "state.json").read_text())
     assert state["finished"] == [f"model.layers.{i}" for i in range(after)]
-    assert len(state["scores"]) == (3 if about == "dropped blocks" else 0)
+    assert len(state["scores"]) == (3 if "blocks" in about else 0)
     assert not Path("out").exists()
     told: list[tuple[str, int, str]] = []
     report = run(asked, resume=True, progress=lambda stage, done, _, note: told.append((stage, done, note)))

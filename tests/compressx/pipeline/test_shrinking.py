@@ -383,7 +383,7 @@ def test_a_model_in_memory_computes_what_it_does_without_the_block():
 def test_a_block_whose_keys_and_values_another_uses_again_is_not_dropped(tmp_path, monkeypatch):
     asked = recipe(save_tiny(tmp_path / "model", "gemma4"), THIRD, output=str(tmp_path / "out"))
     scores = {"model.layers.0": 0.9, "model.layers.1": 0.1, "model.layers.2": 0.5}
-    monkeypatch.setattr("compressx.blocks.stage.score_blocks", lambda *_: scores)
+    monkeypatch.setattr("compressx.blocks.stage.choose_blocks", lambda *_: (scores, {}))
     told = r"prune\[0\]: model\.layers\.1 has .* but model\.layers\.2 uses its keys .* by ignore: \[layers: 1\]"
     with pytest.raises(UnsupportedModelError, match=told):
         run(asked)

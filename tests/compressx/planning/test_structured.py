@@ -257,11 +257,13 @@ def test_other_rules_take_their_linears_whether_they_stand_before_or_after(first
 def test_the_plan_as_data_says_which_blocks_go_once_they_are_scored():
     plan = planned(skeleton())
     assert plan.to_dict()["blocks"] == {
-        "pruner": "shortgpt", "pattern": "2 of 3 blocks", "count": 1, "dropped": [], "scores": {},
+        "pruner": "shortgpt", "pattern": "2 of 3 blocks", "count": 1, "dropped": [], "scores": {}, "divergences": {},
     }  # fmt: skip
     scores = {f"model.layers.{i}": float(i) for i in range(3)}
     told = plan.scored(scored := scores).to_dict()["blocks"]
     assert (told["dropped"], told["scores"]) == (["model.layers.0"], scored)
+    told = plan.scored(scores, {"model.layers.2": 0.5}).to_dict()["blocks"]
+    assert (told["dropped"], told["divergences"]) == (["model.layers.2"], {"model.layers.2": 0.5})
 
 
 def test_no_text_is_run_through_blocks_that_are_scored_if_nothing_else_is_decided():
