@@ -18,7 +18,7 @@ from compressx.shrink.cuts import RemainingUnits, smaller
 from compressx.testing import TINY_CONFIGS, tiny_model
 from compressx_attnprune import layer
 
-PAGE = Path("docs/models.md").read_text(encoding="utf-8")
+PAGE = Path("docs/models.md").read_text(encoding="utf-8").partition("\n## GGUF")[0]
 COLUMNS = ("attnprune", "neurons", "kv-groups", "blocks")
 
 

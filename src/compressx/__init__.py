@@ -14,7 +14,7 @@ from compressx.runtime.code import __version__
 
 if TYPE_CHECKING:
     from compressx.api.evaluator import EvaluatedModel, Evaluator, EvaluatorSpec, ReadingEvaluator
-    from compressx.api.exporter import Exporter, ExporterSpec, FinishedModel
+    from compressx.api.exporter import Exporter, ExporterSpec, FinishedModel, PlannedModel
     from compressx.api.patterns import (
         NM,
         FixedMask,
@@ -69,7 +69,7 @@ _HOME = {
     "runtime.errors": ["ArtifactError", "CalibrationError", "CompressxError", "PluginError", "RecipeError",
                "UnsupportedModelError"],
     "api.evaluator": ["EvaluatedModel", "Evaluator", "EvaluatorSpec", "ReadingEvaluator"],
-    "api.exporter": ["Exporter", "ExporterSpec", "FinishedModel"],
+    "api.exporter": ["Exporter", "ExporterSpec", "FinishedModel", "PlannedModel"],
     "api.patterns": ["NM", "FixedMask", "Owners", "Pattern", "Structured", "UnitKind", "Units", "Unstructured",
                  "competing", "count_dropped", "drop_lowest", "keep_mask", "keep_masks"],
     "api.projections": ["Projections", "Rows", "find_projections", "head_size"],
@@ -118,6 +118,7 @@ __all__ = [
     "NoOptions",
     "Owners",
     "Pattern",
+    "PlannedModel",
     "PluginError",
     "Plugins",
     "PreparingPruner",

@@ -22,6 +22,7 @@ class FinishedModel:
         masks: which weights are kept, by the names of linears: a `masks.MaskSet`.
         base: folder with the safetensors of the model whose bits a dropped weight has, if the recipe names a `base`
             that is no GGUF file.
+        gguf: the GGUF file that the dense model was read from, if it was one.
     """
 
     folder: Path
@@ -29,10 +30,29 @@ class FinishedModel:
     tokenizer: Any
     masks: Mapping[str, Any]
     base: Path | None = None
+    gguf: Path | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedModel:
+    """What is known of a model before its weights are read.
+
+    Attributes:
+        model: the dense transformers model; weights may be on the `meta` device.
+        gguf: as for `FinishedModel`.
+        own_widths: whether an allocation will give each block its own number of neurons or key/value groups.
+    """
+
+    model: Any
+    gguf: Path | None = None
+    own_widths: bool = False
 
 
 class Exporter(Protocol):
-    """Writes models in one format."""
+    """Writes models in one format.
+
+    It may have a method `check(planned: PlannedModel) -> None`, which raises what `export` would raise hours later.
+    """
 
     def export(self, model: FinishedModel, folder: Path) -> None:
         """Write a model into `folder`, which is new and empty, and nowhere else."""

@@ -1,11 +1,40 @@
-"""GGUF files of pruned models, for llama.cpp: how each tensor is stored, and what that takes."""
+"""The exporter `gguf`: one file for llama.cpp, without the neurons, heads and blocks that are all zeros.
+
+Metadata, tokenizer and names come from a GGUF file of the dense model. transformers reads those files, and what it does
+to a tensor is undone here: the result is given to transformers' own reader, which has to return the model's tensor.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import logging
 import math
 import re
-from collections.abc import Mapping, Sequence
-from typing import Literal, TypeAlias, get_args
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeAlias, get_args
+
+import numpy as np
+import torch
+from pydantic import BaseModel, Field, field_validator
+from torch import Tensor
+
+from compressx.api.exporter import ExporterSpec, FinishedModel, PlannedModel
+from compressx.api.hooks import hookimpl
+from compressx.api.patterns import UnitKind, Units
+from compressx.api.pruner import Block
+from compressx.models import gguf_header
+from compressx.models.access import Access
+from compressx.models.architecture import find_blocks, survey, text_config
+from compressx.models.checkpoint import Checkpoint, find_local
+from compressx.models.loading import load_skeleton
+from compressx.models.shards import OUTSIDE
+from compressx.models.units import find_units
+from compressx.runtime.errors import ArtifactError, UnsupportedModelError
+from compressx.runtime.files import written_whole
+from compressx.runtime.quiet import quiet_libraries
 
 Kind: TypeAlias = Literal["F16", "BF16", "Q8_0", "Q5_0", "Q5_1", "Q4_0", "Q4_1"]
 KINDS: tuple[str, ...] = get_args(Kind)
@@ -14,12 +43,32 @@ KINDS: tuple[str, ...] = get_args(Kind)
 ROW = 32
 """Weights of a row that Q8_0 to Q4_1 store together: other rows stay in float16."""
 
+_FILE_TYPES = dict(zip(KINDS, (1, 32, 7, 8, 9, 2, 3), strict=True))
 _BLOCK_BYTES: Mapping[str, tuple[int, int]] = {
     "F32": (1, 4), "F16": (1, 2), "BF16": (1, 2), "Q8_0": (ROW, 34), "Q5_0": (ROW, 22), "Q5_1": (ROW, 24),
     "Q4_0": (ROW, 18), "Q4_1": (ROW, 20),
 }  # fmt: skip
 """Weights that are stored together, and their bytes, scales included."""
 _IN_FLOAT = re.compile(r"norm|ffn_gate_inp|position_embd|token_types|conv")
+
+FEWER_HEADS = {"llama", "qwen2", "qwen3", "gemma2", "gemma3", "deci"}
+"""Architectures of llama.cpp whose matrices follow the number of heads, and whose blocks add to their input."""
+OWN_WIDTHS = {"llama", "qwen2", "deci"}
+"""Those that llama.cpp's `deci` computes as well, whose blocks have heads and widths of their own."""
+_NOT_COPIED = re.compile(
+    r"general\.(architecture|alignment|size_label|file_type|quantization_version)|(split|quantize)\..*"
+)
+"""Metadata of the file itself, and what is no longer so."""
+_SAME = ("vocab_size", "hidden_size", "rope_parameters", "sliding_window", "rms_norm_eps", "layer_norm_eps",
+         "layer_norm_epsilon", "norm_epsilon", "norm_eps", "attn_logit_softcapping",
+         "final_logit_softcapping")  # fmt: skip
+"""What a config says and llama.cpp takes from the metadata."""
+_BLOCK_OF = re.compile(r"blk\.(\d+)\.(.*)")
+
+_MOST = 65504.0
+"""The largest float16: of values, and of scales of Q8_0 to Q4_1."""
+
+_log = logging.getLogger(__name__)
 
 
 def stored_type(name: str, shape: Sequence[int], kind: str, *, tied: bool) -> str:
@@ -43,6 +92,545 @@ def stored_type(name: str, shape: Sequence[int], kind: str, *, tied: bool) -> st
 
 
 def stored_bytes(shape: Sequence[int], stored: str) -> int:
-    """Return the bytes of a tensor in a file, where it begins at a multiple of 32."""
+    """Return the bytes of a tensor in a file, without those to the next multiple of 32, where the next one begins."""
     weights, size = _BLOCK_BYTES[stored]
-    return -(math.prod(shape) // weights * size // -32) * 32
+    return math.prod(shape) // weights * size
+
+
+class GgufOptions(BaseModel):
+    """What a recipe may say under `options`."""
+
+    type: Kind = Field("Q8_0", description="of the matrices: F16, BF16, Q8_0, Q5_0, Q5_1, Q4_0 or Q4_1")
+    like: Path | None = Field(
+        None, description="GGUF file of the dense model, for metadata and tokenizer; by default the recipe's model"
+    )
+
+    @field_validator("type", mode="before")
+    @classmethod
+    def _quantized_elsewhere(cls, kind: object) -> object:
+        if kind not in KINDS:
+            raise ValueError(
+                f"{kind!r} is none of {', '.join(KINDS)}; for others write F16, then run llama.cpp's "
+                f"llama-quantize FILE {kind}"
+            )
+        return kind
+
+
+@dataclass(frozen=True, eq=False)
+class Like:
+    """A GGUF file of the dense model: its metadata and names are used, none of its weights.
+
+    Attributes:
+        path: of the file.
+        values: its metadata; of arrays the number of entries, as text.
+        shapes: of its tensors by name, rows first, in its order.
+    """
+
+    path: Path
+    values: Mapping[str, Any]
+    shapes: Mapping[str, tuple[int, ...]]
+
+    @classmethod
+    def read(cls, given: Path | None, source: Path | None) -> Like:
+        """Read the header of the file that is given, or of the one that the model was read from.
+
+        Raises:
+            ArtifactError: there is none, or it is damaged.
+        """
+        path = given or source
+        if path is None:
+            raise ArtifactError(
+                "format gguf takes metadata and tokenizer from a GGUF file of the dense model; name it as like: FILE "
+                "under options, or after --like; llama.cpp's convert_hf_to_gguf.py makes it from the model's folder"
+            )
+        path = find_local(path)
+        return cls(path, gguf_header.values_of(path), gguf_header.shapes_of(path))
+
+    @property
+    def architecture(self) -> str:
+        """As llama.cpp calls it."""
+        return str(self.values["general.architecture"])
+
+    def largest(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes by name, of blocks the largest of any by the name after the block's number."""
+        found: dict[str, tuple[int, ...]] = {}
+        for name, shape in self.shapes.items():
+            match = _BLOCK_OF.fullmatch(name)
+            key = match[2] if match else name
+            found[key] = tuple(map(max, shape, found.get(key, shape)))
+        return found
+
+
+def _same(ours: Any, theirs: Any) -> bool:
+    """Compare values of configs; numbers of a file are float32."""
+    if isinstance(ours, Mapping) and isinstance(theirs, Mapping):
+        return all(_same(ours.get(key), theirs.get(key)) for key in {*ours, *theirs} if key != "partial_rotary_factor")
+    if isinstance(ours, int | float) and isinstance(theirs, int | float):
+        return math.isclose(ours, theirs, rel_tol=1e-5)
+    return bool(ours == theirs)
+
+
+def refuse_foreign(model: Any, like: Like) -> None:
+    """Refuse a GGUF file of another model than the transformers model, which may be smaller and on `meta`.
+
+    Raises:
+        ArtifactError: names a value that differs.
+    """
+    ours = text_config(model)
+    theirs = text_config(load_skeleton(Checkpoint(str(like.path.parent), like.path.name)))
+    kinds = [{"mistral": "llama"}.get(x.model_type, x.model_type) for x in (ours, theirs)]
+    pairs = {"model_type": kinds, **{key: [getattr(x, key, None) for x in (ours, theirs)] for key in _SAME}}
+    told = like.values.get(f"{like.architecture}.attention.key_length")  # transformers does not read it of all
+    pairs["head size"] = [head_size(ours), head_size(theirs) if told is None else told]
+    depth = ours.num_hidden_layers
+    layers = [getattr(x, "layer_types", None) or [] for x in (ours, theirs)]
+    pairs["layer_types"] = [x[:depth] if len(x) > 1 and {*layers[0]} != {"full_attention"} else [] for x in layers]
+    for key, values in pairs.items():
+        if values and not _same(*values):
+            raise ArtifactError(
+                f"{like.path} is of another model: its {key} is {values[1]!r:.200}, and {values[0]!r:.200} in the one "
+                "to export; give the GGUF file of the dense model"
+            )
+    if depth > (count := theirs.num_hidden_layers):
+        raise ArtifactError(f"{like.path} has {count} blocks, and the model to export {depth}; give the dense model's")
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """What is written of one block.
+
+    Attributes:
+        fqn: fully qualified name of the block.
+        groups, neurons: how many are written; None where all are.
+        rows: by name of a tensor in transformers its dimension and the indices that are written, where not all are.
+    """
+
+    fqn: str
+    groups: int | None = None
+    neurons: int | None = None
+    rows: Mapping[str, tuple[int, Tensor]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class _Alive:
+    """A set of units of one block: which contribute anything, and whether their bias does."""
+
+    units: Units
+    live: Tensor
+    biased: bool
+
+    def count(self, multiple: int, least: int) -> int:
+        alive = -(int(self.live.sum()) // -multiple) * multiple
+        return min(max(alive, least), self.units.count)
+
+
+def _alive(block: Block, *kinds: UnitKind) -> dict[UnitKind, _Alive]:
+    """Find what contributes: units whose columns of the output are not all zero."""
+    found = {}
+    for kind in kinds:
+        try:
+            sets = find_units(kind, block)
+        except UnsupportedModelError:
+            continue
+        outputs = [(block.linears[n], own) for x in sets for n, own in x.owners.items() if own.dim == 1]
+        if len(outputs) != 1 or outputs[0][0].expert is not None:
+            continue
+        ((linear, own),) = outputs
+        live = torch.zeros(sets[0].count, dtype=torch.bool)
+        live[own.unit[(linear.held != 0).any(dim=0).cpu()]] = True
+        found[kind] = _Alive(sets[0], live, linear.bias is not None and bool((linear.bias != 0).any()))
+    return found
+
+
+def parts_of(access: Access, architecture: str) -> tuple[str, list[Part]]:
+    """Choose what is written of each block: no dead neurons, key/value groups and blocks, as far as a file can say so.
+
+    Returns:
+        The architecture of the file: the given one, or `deci` where blocks differ; and the blocks that are left.
+    """
+    known, every = survey(access.model), {}
+    kinds: tuple[UnitKind, ...] = ("neurons", "kv-groups") if architecture in FEWER_HEADS else ("neurons",)
+    for i, (fqn, module) in enumerate(known.blocks.items()):
+        with access.materialise(fqn):
+            block = Block(i, fqn, module, known.inside(fqn), (), text_config(access.model))
+            every[fqn] = _alive(block, *kinds)
+    found = {fqn: x for fqn, x in every.items() if not _adds_nothing(x, known.inside(fqn))}
+    config = text_config(access.model)
+    types = getattr(config, "layer_types", None) or []
+    left = [kind for kind, fqn in zip(types, known.blocks, strict=False) if fqn in found]
+    if not found or left != types[: len(left)]:  # llama.cpp infers the type of a block from its number
+        found = every
+    own = architecture in OWN_WIDTHS and all(len(x) == 2 for x in found.values())
+    counts = {
+        fqn: {kind: _count(kind, x, bare=own and i > 0) for kind, x in alive.items()}
+        for i, (fqn, alive) in enumerate(found.items())
+    }
+    differ = len({tuple(x.items()) for x in counts.values()}) > 1
+    if architecture == "qwen2" and own and not differ:  # its query matrix is square in llama.cpp
+        groups = next(iter(counts.values()))["kv-groups"]
+        differ = (
+            groups * config.num_attention_heads // config.num_key_value_heads * head_size(config) != config.hidden_size
+        )
+    if differ and not own:
+        widest = {kind: max(x[kind] for x in counts.values() if kind in x) for x in counts.values() for kind in x}
+        if any(x != widest for x in counts.values()):
+            _log.warning(
+                "gguf: the blocks of %s have one width in llama.cpp; all get that of the widest: %s",
+                architecture, ", ".join(f"{count} {kind}" for kind, count in widest.items()),
+            )  # fmt: skip
+        counts = {fqn: {kind: widest[kind] for kind in x} for fqn, x in counts.items()}
+    if not (differ and own):  # else blocks without attention may stay so
+        counts = {fqn: {kind: max(n, 1) for kind, n in x.items()} for fqn, x in counts.items()}
+    parts = [_part(fqn, alive, counts[fqn], known.linears) for fqn, alive in found.items()]
+    return ("deci" if differ and own else architecture), parts
+
+
+def _adds_nothing(found: Mapping[UnitKind, _Alive], linears: Mapping[str, Any]) -> bool:
+    """Return whether a block has attention and a feed-forward, nothing else, and both of them are zeros."""
+    owned = {name for x in found.values() for name in x.units.owners}
+    return len(found) == 2 and owned == {*linears} and not any(x.live.any() or x.biased for x in found.values())
+
+
+def _count(kind: str, alive: _Alive, *, bare: bool) -> int:
+    """Return how many units are written; `bare`: the block may go without attention.
+
+    llama.cpp's deci skips attention where a block has no neurons, and takes the head size from its first block.
+    """
+    if kind == "neurons":
+        return alive.count(ROW, ROW)
+    return alive.count(1, 0 if bare and not alive.biased else 1)
+
+
+def _part(
+    fqn: str, found: Mapping[UnitKind, _Alive], counts: Mapping[UnitKind, int], linears: Mapping[str, Any]
+) -> Part:
+    """Name the rows and columns of a block that are written: those that live, and the first of the others."""
+    rows = {}
+    for kind, alive in found.items():
+        order = torch.argsort((~alive.live).to(torch.int8), stable=True)[: counts[kind]]
+        keep = torch.zeros(alive.units.count + 1, dtype=torch.bool)
+        keep[order] = True
+        keep[-1] = True  # rows of no unit
+        if bool(keep.all()):
+            continue
+        for name, own in alive.units.owners.items():
+            index = keep[own.unit].nonzero().flatten()
+            rows[f"{name}.weight"] = (1 - own.dim if linears[name].transposed else own.dim, index)
+            if own.dim == 0 and linears[name].bias is not None:
+                rows[f"{name}.bias"] = (0, index)
+    return Part(fqn, counts.get("kv-groups"), counts.get("neurons"), rows)
+
+
+def head_size(config: Any) -> int | None:
+    """Return the size of attention heads by a config; None if it has no heads."""
+    heads = getattr(config, "num_attention_heads", None)
+    size: int | None = getattr(config, "head_dim", None) or (heads and config.hidden_size // heads)
+    return size
+
+
+@dataclass(frozen=True, eq=False)
+class _Written:
+    """One tensor of the file.
+
+    Attributes:
+        name: in the file.
+        source: its tensor in transformers' model; empty of one that is copied from the like file.
+        part: its block; None outside the blocks.
+        shape: in the file, rows first.
+        stored: type in the file.
+    """
+
+    name: str
+    source: str
+    part: Part | None
+    shape: tuple[int, ...]
+    stored: str
+
+
+class _Layout:
+    """How transformers' tensors of one model lie in a file: its own readers, and what undoes them."""
+
+    def __init__(self, model: Any, like: Like, architecture: str) -> None:
+        from transformers import modeling_gguf_pytorch_utils as readers
+
+        self.model, self.like, self.architecture = model, like, architecture
+        self.config = text_config(model).to_dict()
+        known: Any = readers.TENSOR_PROCESSORS
+        self._kind = known.get("llama" if architecture == "deci" else like.architecture, readers.TensorProcessor)
+        with quiet_libraries(), gguf_header.read_once(like.path):
+            mapped = readers.get_gguf_hf_weights_map(
+                model, self._kind(config=self.config), like.architecture, text_config(model).num_hidden_layers
+            )
+        largest = like.largest()
+        self.sources = {}
+        for name, source in mapped.items():
+            match = _BLOCK_OF.fullmatch(name)
+            whole = (match[2] if match else name) in largest or "." in (match[2] if match else name)
+            self.sources[name if whole else f"{name}.weight"] = source
+        self._refuse_lost(largest)
+
+    def _refuse_lost(self, largest: Mapping[str, tuple[int, ...]]) -> None:
+        """Refuse tensors of the model without a name in the file, and of the file without one in the model."""
+        held = self.model.state_dict(keep_vars=True)
+        named = {id(held[source]) for source in self.sources.values() if source in held}
+        if lost := [name for name, x in held.items() if id(x) not in named]:
+            raise UnsupportedModelError(
+                f"format gguf: {lost[0]} of {type(self.model).__name__} has no place in GGUF files of "
+                f"{self.like.architecture} that transformers reads; export another format"
+            )
+        keys = {(_BLOCK_OF.fullmatch(name) or [name] * 3)[2] for name in self.sources}
+        if "output.weight" not in largest and self.tied:
+            self.sources.pop("output.weight", None)
+        odd = [key for key in keys - {*largest} if key != "output.weight"]
+        odd += [key for key in {*largest} - keys if not key.startswith("rope_f")]
+        if odd:
+            where = "lacks" if odd[0] not in largest else "has"
+            raise ArtifactError(
+                f"{self.like.path} {where} {odd[0]}, unlike {type(self.model).__name__}; give the GGUF file of the "
+                "dense model"
+            )
+
+    @property
+    def tied(self) -> bool:
+        """Whether the output matrix is the embedding."""
+        head = self.model.get_output_embeddings()
+        return head is None or head.weight is self.model.get_input_embeddings().weight
+
+    def tensor(self, name: str) -> Tensor:
+        """Return a parameter or buffer of the model by name, or of the block that is materialised."""
+        home, _, own = name.rpartition(".")
+        found: Tensor = getattr(self.model.get_submodule(home), own)
+        return found.detach()
+
+    def process(self, name: str, stored: np.ndarray, part: Part | None) -> np.ndarray:
+        """Return what transformers makes of a tensor of the file."""
+        if name == "output.weight":  # which GPT-2's reader puts elsewhere
+            return stored
+        heads = {}
+        if part is not None and part.groups is not None:
+            heads = {"num_attention_heads": part.groups * self.per_group, "num_key_value_heads": part.groups}
+        result: np.ndarray = self._kind(config={**self.config, **heads}).process(stored, name).weights
+        return result
+
+    @property
+    def per_group(self) -> int:
+        """Query heads of each key/value group."""
+        config = text_config(self.model)
+        return int(config.num_attention_heads // config.num_key_value_heads)
+
+    def shape(self, name: str, shape: tuple[int, ...], part: Part | None) -> tuple[int, ...]:
+        """Return the shape in the file of a tensor that has a shape in transformers."""
+        if re.search(r"ffn_(gate|up)_exps", name):
+            return (shape[0], shape[1] // 2, *shape[2:])
+        for tried in (shape, shape[::-1], tuple(n for n in shape if n != 1)):
+            try:
+                made = self.process(name, np.broadcast_to(np.float32(0), tried), part)
+            except (ValueError, IndexError):
+                continue
+            if made.shape == shape:
+                return tried
+        raise self._unknown(name)
+
+    def stored(self, name: str, wanted: np.ndarray, shape: tuple[int, ...], part: Part | None) -> np.ndarray:
+        """Return the tensor of a shape in the file of which transformers makes the wanted one.
+
+        Its readers move entries and add a constant, so they are asked where each entry goes.
+        """
+        if half := re.search(r"ffn_(gate|up)_exps", name):
+            return np.split(wanted, 2, axis=1)[half[1] == "up"]
+        plain = wanted.reshape(shape)
+        if np.array_equal(self.process(name, plain, part), wanted):
+            return plain
+        added = self.process(name, np.zeros(shape), part)
+        places = self.process(name, np.arange(wanted.size, dtype=np.float64).reshape(shape), part) - added
+        found = np.empty(wanted.size, np.float32)
+        found[places.astype(np.int64).ravel()] = (wanted - added).ravel()
+        found = found.reshape(shape)
+        if not np.allclose(self.process(name, found, part), wanted, rtol=1e-6, atol=1e-6):
+            raise self._unknown(name)
+        return found
+
+    def _unknown(self, name: str) -> UnsupportedModelError:
+        return UnsupportedModelError(
+            f"format gguf: {name} of {self.like.architecture} is not as transformers reads it, or not finite; export "
+            "another format"
+        )
+
+    def written(self, parts: Sequence[Part], kind: str) -> list[_Written]:
+        """List the file's tensors in the like file's order, block by block."""
+        numbers, largest = {fqn: i for i, fqn in enumerate(survey(self.model).blocks)}, self.like.largest()
+        blocks = {numbers[part.fqn]: (i, part) for i, part in enumerate(parts)}
+        found = [
+            _Written(name, "", None, shape, "F32")
+            for name, shape in self.like.shapes.items()
+            if name not in self.sources and name.startswith("rope_f")
+        ]
+        for name, source in self.sources.items():
+            match, part, called = _BLOCK_OF.fullmatch(name), None, name
+            if match:
+                i, part = blocks.get(int(match[1]), (0, None))
+                if part is None or (part.groups == 0 and match[2].startswith("attn_")):
+                    continue
+                called = f"blk.{i}.{match[2]}"
+            shape = [*self.tensor(source).shape]
+            dim, index = (part and part.rows.get(source)) or (0, range(shape[0]))
+            shape[dim] = len(index)
+            in_file = self.shape(name, tuple(shape), part)
+            known = largest.get(match[2] if match else name, in_file)
+            if any(here > there for here, there in zip(in_file, known, strict=True)):
+                raise ArtifactError(
+                    f"{self.like.path} is of another model: {name} is {[*known]} there, and {[*in_file]} in the one to "
+                    "export; give the GGUF file of the dense model"
+                )
+            stored = stored_type(name, in_file, kind, tied="output.weight" not in self.sources)
+            found.append(_Written(called, source, part, in_file, stored))
+        order = {name: i for i, name in enumerate(largest)}
+        first = min(order[match[2]] for name in self.like.shapes if (match := _BLOCK_OF.fullmatch(name)))
+
+        def place(x: _Written) -> tuple[int, int, int]:
+            if match := _BLOCK_OF.fullmatch(x.name):
+                return 1, int(match[1]), order[match[2]]
+            at = order.get(x.name, len(order))
+            return 2 * (at > first), 0, at
+
+        return sorted(found, key=place)
+
+    def numbers(self, architecture: str, parts: Sequence[Part], tensors: Sequence[_Written]) -> dict[str, Any]:
+        """Return the metadata that changes, by key.
+
+        Raises:
+            UnsupportedModelError: the like file has numbers for each block, and blocks were cut or left out.
+        """
+        like, config, old = self.like, self.config, f"{self.like.architecture}."
+        shapes = {x.name: x.shape for x in tensors}
+        depth = like.values[f"{old}block_count"]
+        each = [key for key, x in like.values.items() if key.startswith(old) and x == f"{depth} entries"]
+        if each and architecture != "deci":
+            if len(parts) != depth or any(shapes[name] != shape for name, shape in like.shapes.items()):
+                raise UnsupportedModelError(
+                    f"format gguf: {each[0]} of {like.path} has a number for each block, which compressx does not "
+                    "change; export the model with all of its blocks and widths, or another format"
+                )
+            return {}
+        found: dict[str, Any] = {"block_count": len(parts)}
+        wide = {"feed_forward_length": "ffn_down", "expert_feed_forward_length": "ffn_down_exps",
+                "expert_shared_feed_forward_length": "ffn_down_shexp"}  # fmt: skip
+        for key, name in wide.items():
+            widths = [shapes.get(f"blk.{i}.{name}.weight", (0,))[-1] for i in range(len(parts))]
+            if any(widths):
+                found[key] = widths if architecture == "deci" else max(widths)
+        if experts := [x.shape[0] for x in tensors if "ffn_down_exps.weight" in x.name]:
+            found |= {"expert_count": experts[0], "expert_used_count": config["num_experts_per_tok"]}
+        if like.architecture in FEWER_HEADS:
+            groups = [config["num_key_value_heads"] if x.groups is None else x.groups for x in parts]
+            heads = [x * self.per_group for x in groups]
+            one = architecture != "deci"
+            size = head_size(text_config(self.model))
+            found |= {"attention.head_count": max(heads) if one else heads,
+                      "attention.head_count_kv": max(groups) if one else groups,
+                      "attention.key_length": size, "attention.value_length": size}  # fmt: skip
+        return {f"{architecture}.{key}": x for key, x in found.items()}
+
+
+def write(access: Access, like: Like, kind: str, path: Path) -> str:
+    """Write a model to a GGUF file, one tensor at a time, and return a line about it.
+
+    Raises:
+        ArtifactError: a like file of another model, values that float16 cannot hold, a file that cannot be written.
+        UnsupportedModelError: tensors that transformers cannot read from such a file.
+    """
+    from gguf import GGML_QUANT_VERSION, GGMLQuantizationType, GGUFValueType, GGUFWriter, quants
+
+    class Writer(GGUFWriter):  # type: ignore[misc] # untyped
+        """Also writes values that are packed already."""
+
+        def _pack_val(self, val: Any, *args: Any, **kwargs: Any) -> bytes | bytearray:
+            packed: bytes = val if isinstance(val, bytes) else super()._pack_val(val, *args, **kwargs)
+            return packed
+
+    refuse_foreign(access.model, like)
+    architecture, parts = parts_of(access, like.architecture)
+    layout = _Layout(access.model, like, architecture)
+    tensors = layout.written(parts, kind)
+    changed = layout.numbers(architecture, parts, tensors)
+    with written_whole(path) as beside, contextlib.closing(Writer(beside, architecture)) as writer:
+        for key, packed in gguf_header.packed_values(like.path).items():
+            new = re.sub(f"^{re.escape(like.architecture)}[.]", f"{architecture}.", key)
+            if not _NOT_COPIED.fullmatch(key) and new not in changed:
+                writer.add_key_value(new, packed, GGUFValueType.UINT8)
+        for key, value in changed.items():
+            (writer.add_array if isinstance(value, list) else writer.add_uint32)(key, value)
+        writer.add_file_type(_FILE_TYPES[kind])
+        writer.add_quantization_version(GGML_QUANT_VERSION)
+        for x in tensors:
+            size = stored_bytes(x.shape, x.stored)
+            writer.add_tensor_info(x.name, x.shape, np.float32, size, GGMLQuantizationType[x.stored])
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        for x, values in _values(access, layout, tensors):
+            writer.write_tensor_data(quants.quantize(values, GGMLQuantizationType[x.stored]))
+    return _described(architecture, parts)
+
+
+def _values(access: Access, layout: _Layout, tensors: Sequence[_Written]) -> Iterator[tuple[_Written, np.ndarray]]:
+    """Yield each tensor's values as they lie in the file, float32, while its block is materialised."""
+    copied = gguf_header.tensors_of(layout.like.path)
+    for fqn, group in itertools.groupby(tensors, lambda x: OUTSIDE if x.part is None else x.part.fqn):
+        with access.materialise(fqn):
+            for x in group:
+                if not x.source:
+                    yield x, np.array(copied[x.name], np.float32)
+                    continue
+                found = layout.tensor(x.source)
+                if x.part is not None and x.source in x.part.rows:
+                    dim, index = x.part.rows[x.source]
+                    found = found.index_select(dim, index.to(found.device))
+                values = layout.stored(x.name, found.float().cpu().numpy(), x.shape, x.part)
+                if x.stored not in {"F32", "BF16"} and max(values.max(), -values.min()) > _MOST:
+                    raise ArtifactError(f"format gguf: {x.source} has values beyond {_MOST:.0f}, which {x.stored} "
+                                        "cannot hold; choose the type BF16")  # fmt: skip
+                yield x, np.ascontiguousarray(values)
+
+
+def _described(architecture: str, parts: Sequence[Part]) -> str:
+    """Say what a file holds, such as `llama, 30 blocks, 512 neurons, 3 key/value groups`."""
+    told = [f"{architecture}, {len(parts)} blocks"]
+    for values, name in (([x.neurons for x in parts], "neurons"), ([x.groups for x in parts], "key/value groups")):
+        if known := [x for x in values if x is not None]:
+            low, high = min(known), max(known)
+            told.append(f"{low} {name}" if low == high else f"{low} to {high} {name}")
+    return ", ".join(told)
+
+
+class GgufExporter:
+    """Writes one GGUF file."""
+
+    loads = "model.gguf"
+
+    def __init__(self, options: GgufOptions) -> None:
+        self.options = options
+
+    def check(self, planned: PlannedModel) -> None:
+        """Refuse what cannot be written, before weights are read."""
+        like = Like.read(self.options.like, planned.gguf)
+        refuse_foreign(planned.model, like)
+        parts = [Part(fqn) for fqn in find_blocks(planned.model)]
+        _Layout(planned.model, like, like.architecture).written(parts, self.options.type)
+        if planned.own_widths and like.architecture not in OWN_WIDTHS:
+            raise UnsupportedModelError(
+                f"format gguf: llama.cpp has one width for all blocks of {like.architecture}, and an allocation gives "
+                "each its own; drop allocation, and give each rule its sparsity"
+            )
+
+    def export(self, model: FinishedModel, folder: Path) -> None:
+        """Write the file."""
+        like = Like.read(self.options.like, model.gguf)
+        _log.info("gguf: %s", write(model.access, like, self.options.type, folder / self.loads))
+
+
+@hookimpl
+def compressx_exporters() -> list[ExporterSpec]:
+    """Offer the exporter to recipes."""
+    summary = "one file for llama.cpp, without units that are all zeros"
+    return [ExporterSpec("gguf", summary, GgufOptions, GgufExporter)]

@@ -57,6 +57,20 @@ def tensors_of(path: Path) -> Mapping[str, Any]:
     return {x.name: x.data for x in _reader(path).tensors}
 
 
+def shapes_of(path: Path) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a file's tensors by name, rows first, in its order."""
+    return {x.name: tuple(int(n) for n in x.shape[::-1]) for x in _reader(path).tensors}
+
+
+def packed_values(path: Path) -> dict[str, bytes]:
+    """Return the values in a file's metadata by key as they stand there, each after its type."""
+    reader = _reader(path)
+    found = {key: x for key, x in reader.fields.items() if not key.startswith("GGUF.")}
+    start = {key: int(x.offset) + sum(int(part.nbytes) for part in x.parts[:2]) for key, x in found.items()}
+    size = {key: sum(int(part.nbytes) for part in x.parts[2:]) for key, x in found.items()}
+    return {key: reader.data[begin : begin + size[key]].tobytes() for key, begin in start.items()}
+
+
 def _reader(path: str | os.PathLike[str]) -> Any:
     return _parsed(*_version(path))
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from compressx.api.exporter import Exporter, FinishedModel
+from compressx.api.exporter import Exporter, FinishedModel, PlannedModel
 from compressx.data.documents import local_files
 from compressx.masks.maskset import MaskSet
 from compressx.models.architecture import find_blocks
@@ -80,7 +80,16 @@ class Export(Stage):
                     raise RecipeError(f"format {export.format!r} is there already; write each once")
                 seen.add(export.format)
             with mistakes.collected():
-                _built(state, i)
+                exporter = _built(state, i)
+                if state.skeleton is not None and (check := getattr(exporter, "check", None)) is not None:
+                    with state.loaded.at("export", i), blamed_on(f"exporter {export.format!r}"):
+                        check(PlannedModel(state.skeleton, _gguf_of(state), state.recipe.own_widths))
+
+
+def _gguf_of(state: RunState) -> Path | None:
+    """Return the GGUF file that the model is read from, if it is one."""
+    checkpoint = state.checkpoint
+    return None if checkpoint is None or checkpoint.gguf_file is None else checkpoint.file
 
 
 def _built(state: RunState, i: int) -> Exporter:
@@ -104,7 +113,7 @@ def written(state: RunState, output: Path) -> Iterator[dict[str, Any]]:
     masks = MaskSet.load(output / "masks.safetensors")
     base = None if state.recipe.base is None else find_checkpoint(state.recipe.base)
     folder = None if base is None or base.gguf_file is not None else local_folder(base)
-    model = FinishedModel(output / "model", state.access, state.tokenizer, masks, folder)
+    model = FinishedModel(output / "model", state.access, state.tokenizer, masks, folder, _gguf_of(state))
     shutil.rmtree(output / "exports", ignore_errors=True)  # left by an interrupted run
     for i, export in enumerate(state.recipe.export):
         folder = model.folder if export.format == _OWN else output / "exports" / export.format

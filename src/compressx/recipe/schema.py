@@ -24,6 +24,10 @@ from compressx.runtime.errors import RecipeError
 
 
 def _format_from_text(value: object) -> object:
+    if isinstance(value, dict) and "format" in value and (flat := sorted({*value} - {"format", "options"})):
+        raise ValueError(
+            f"unknown key {flat[0]!r}; options of a format go under options, as in options: {{{flat[0]}: ...}}"
+        )
     return {"format": value} if isinstance(value, str) else value
 
 

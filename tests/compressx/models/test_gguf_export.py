@@ -2,17 +2,47 @@
 
 from __future__ import annotations
 
-import pytest
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+import contextlib
+import copy
+import re
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
-from compressx.models.gguf_export import KINDS, stored_bytes, stored_type
+import gguf
+import pytest
+import torch
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.compressx.gguf_files import ARCHITECTURES, tiny_of, write_like
+from tests.compressx.llama_cpp import log_probabilities
+from tests.conftest import SMOLLM2
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from compressx.models.access import InMemory
+from compressx.models.checkpoint import Checkpoint, find_checkpoint
+from compressx.models.gguf_export import (
+    FEWER_HEADS,
+    KINDS,
+    OWN_WIDTHS,
+    GgufOptions,
+    Like,
+    stored_bytes,
+    stored_type,
+    write,
+)
+from compressx.models.loading import load_model
+from compressx.models.streaming import open_streamed
+from compressx.recipe.sources import ModelSource
+from compressx.runtime.errors import ArtifactError, CompressxError
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_tensor_takes_the_bytes_that_the_package_says(kind: str):
     weights, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
     assert stored_bytes((64, 96), kind) == 64 * 96 // weights * size
-    assert stored_bytes((1, 32), "Q4_0") == 32  # of which 18 are the tensor's
 
 
 def test_norms_and_routers_stay_in_float_and_the_output_matrix_in_eight_bits():
@@ -24,3 +54,256 @@ def test_norms_and_routers_stay_in_float_and_the_output_matrix_in_eight_bits():
     assert stored_type("token_embd.weight", (128, 64), "Q4_1", tied=True) == "Q8_0"
     assert stored_type("token_embd.weight", (128, 64), "Q4_1", tied=False) == "Q4_1"
     assert stored_type("output.weight", (128, 64), "Q5_0", tied=False) == "Q8_0"
+
+
+PROMPT = [10, 20, 30, 40, 50, 60, 11, 12]
+
+
+def like_of(folder: Path, model: Any, architecture: str, **keys: Any) -> Path:
+    path = folder / f"like-{architecture}.gguf"
+    return write_like(path, model, architecture, {**ARCHITECTURES[architecture][2], **keys})
+
+
+def exported(folder: Path, model: Any, architecture: str, kind: str = "F16") -> tuple[Path, str]:
+    path = folder / "written.gguf"
+    return path, write(InMemory(model), Like.read(like_of(folder, model, architecture), None), kind, path)
+
+
+def read(path: Path) -> Any:
+    return load_model(Checkpoint(str(path.parent), path.name))
+
+
+def agrees(model: Any, path: Path, prompt: Sequence[int] = PROMPT) -> bool:
+    """Compare llama.cpp's log-probabilities of 32 tokens with the model's: 1e-2 on average by the model's own.
+
+    llama.cpp rounds activations to float16, which moves the least likely tokens most.
+    """
+    tokens, found = log_probabilities(path, [*prompt], model.config.vocab_size)
+    with torch.no_grad():
+        logits = model(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
+    own = torch.log_softmax(logits.float(), dim=-1)
+    listed = ~found.isnan()
+    away = (found - own).nan_to_num(0).abs()
+    assert len(tokens) == 32
+    assert int(listed.sum(dim=1).min()) == min(model.config.vocab_size, 512)
+    return float((own.exp() * away).sum(dim=1).max()) < 1e-2 and float(away.max()) < 5e-2
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_llama_cpp_computes_what_transformers_does(architecture: str, tmp_path: Path):
+    model = tiny_of(architecture, seed=1)  # of seed 0 a router of qwen3moe has two experts that are all but equal
+    path, told = exported(tmp_path, model, architecture)
+    assert told.startswith(f"{architecture}, 3 blocks")
+    assert agrees(model, path)
+
+
+# transformers takes sizes of these from no file: of experts, of heads, and positions.
+@pytest.mark.parametrize("architecture", [x for x in ARCHITECTURES if x not in {"qwen2moe", "qwen3moe", "falcon"}])
+def test_transformers_reads_every_weight_as_it_was(architecture: str, tmp_path: Path):
+    model = tiny_of(architecture)
+    found = read(exported(tmp_path, model, architecture)[0]).state_dict()
+    assert found.keys() == model.state_dict().keys()
+    assert all(torch.equal(found[name], x) for name, x in model.state_dict().items())
+
+
+CUTS: Mapping[str, tuple[list[tuple[int, range, tuple[int, ...]]], str]] = {
+    "three dead neurons": ([(0, range(3), ())], "3 blocks, 96 neurons, 2 key/value groups"),
+    "one width": ([(i, range(10 * i, 32 + 10 * i), (1,)) for i in range(3)],
+                  "3 blocks, 64 neurons, 1 key/value groups"),
+    "own widths": ([(0, range(64), ()), (1, range(5, 40), (1,))],
+                   "deci, 3 blocks, 32 to 96 neurons, 1 to 2 key/value groups"),
+    "no attention": ([(1, range(0), (0, 1))], "deci, 3 blocks, 96 neurons, 0 to 2 key/value groups"),
+    "no attention in the first": ([(0, range(0), (0, 1))], "deci, 3 blocks, 96 neurons, 1 to 2 key/value groups"),
+    "no feed-forward": ([(1, range(96), ())], "deci, 3 blocks, 32 to 96 neurons, 2 key/value groups"),
+    "no block": ([(1, range(96), (0, 1))], "2 blocks, 96 neurons, 2 key/value groups"),
+    "the second for a first": ([(0, range(96), (0, 1)), (1, range(30), (0, 1))],
+                               "deci, 2 blocks, 96 neurons, 1 to 2 key/value groups"),
+}  # fmt: skip
+"""Neurons and key/value groups that are zeroed in blocks, and what is written then."""
+
+
+def zero(model: Any, block: int, neurons: Sequence[int], groups: Sequence[int]) -> None:
+    layer, of_group = model.model.layers[block], 32
+    with torch.no_grad():
+        layer.mlp.down_proj.weight[:, [*neurons]] = 0
+        for group in groups:
+            layer.self_attn.o_proj.weight[:, group * of_group : (group + 1) * of_group] = 0
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
+def test_units_that_are_zeros_are_not_written(architecture: str, cut: str, tmp_path: Path):
+    model, (zeroed, expected) = tiny_of(architecture), CUTS[cut]
+    for block, neurons, groups in zeroed:
+        zero(model, block, neurons, groups)
+    path, told = exported(tmp_path, model, architecture)
+    if architecture == "qwen2" and cut == "one width":  # whose query matrix is square in llama.cpp
+        expected = f"deci, {expected}"
+    assert told.endswith(expected)
+    assert told.startswith("deci" if "deci" in expected else architecture)
+    assert agrees(model, path)
+
+
+def test_blocks_of_one_width_get_that_of_the_widest_and_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    model = tiny_of("gemma2")
+    zero(model, 0, range(40), (1,))
+    zero(model, 1, range(64), ())
+    zero(model, 2, range(64), (0,))
+    path, told = exported(tmp_path, model, "gemma2")
+    assert told == "gemma2, 3 blocks, 64 neurons, 2 key/value groups"
+    assert "all get that of the widest: 64 neurons, 2 kv-groups" in caplog.text
+    assert agrees(model, path)
+
+
+def test_a_block_of_zeros_stays_where_others_would_change_their_kind_of_attention(tmp_path: Path):
+    model = tiny_of("gemma2")
+    zero(model, 0, range(96), (0, 1))
+    path, told = exported(tmp_path, model, "gemma2")
+    assert told.startswith("gemma2, 3 blocks")
+    assert agrees(model, path)
+
+
+def test_a_bias_of_attention_keeps_it(tmp_path: Path):
+    model = tiny_of("llama")
+    config = type(model.config)(**{**model.config.to_dict(), "attention_bias": True})
+    biased = type(model)(config).eval()
+    biased.load_state_dict({**biased.state_dict(), **model.state_dict()})
+    biased.model.layers[1].self_attn.o_proj.bias.data.fill_(0.5)
+    zero(biased, 1, range(96), (0, 1))
+    path, told = exported(tmp_path, biased, "llama")
+    assert told == "deci, 3 blocks, 32 to 96 neurons, 1 to 2 key/value groups"
+    assert agrees(biased, path)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_type_is_read_back_as_close_as_its_bits_allow(kind: str, tmp_path: Path):
+    model = tiny_of("llama")
+    path, _ = exported(tmp_path, model, "llama", kind)
+    back, steps = (
+        read(path).state_dict(),
+        {"F16": 2**11, "BF16": 2**8, "Q8_0": 127}.get(kind, 15 if "4" in kind else 31),
+    )
+    for name, x in model.state_dict().items():
+        room = 2 * float(x.abs().max()) / (127 if kind[0] == "Q" and name == "lm_head.weight" else steps)
+        assert float((back[name] - x).abs().max()) <= room
+    tokens, _ = log_probabilities(path, PROMPT, 128)
+    assert len(tokens) == 32
+
+
+def test_a_streamed_model_gives_the_same_file(tmp_path: Path):
+    model = tiny_of("llama")
+    zero(model, 0, range(64), (1,))
+    model.save_pretrained(tmp_path / "model")
+    like = Like.read(like_of(tmp_path, model, "llama"), None)
+    write(InMemory(model), like, "Q8_0", tmp_path / "memory.gguf")
+    write(open_streamed(Checkpoint(str(tmp_path / "model"))), like, "Q8_0", tmp_path / "streamed.gguf")
+    assert (tmp_path / "memory.gguf").read_bytes() == (tmp_path / "streamed.gguf").read_bytes()
+
+
+def test_metadata_and_tokenizer_are_the_like_files(tmp_path: Path):
+    model = tiny_of("llama")
+    keys = {"general.alignment": 64, "general.file_type": 0, "general.license": 7}
+    zero(model, 1, range(96), (0, 1))
+    like = like_of(tmp_path, model, "llama", **keys)
+    write(InMemory(model), Like.read(like, None), "Q4_0", tmp_path / "x.gguf")
+    found, given = (gguf.GGUFReader(path).fields for path in (tmp_path / "x.gguf", like))
+    changed = {"general.alignment", "general.file_type", "general.quantization_version", "llama.block_count"}
+    assert {*found} ^ {*given} == {"general.alignment", "general.quantization_version"}
+    assert found["llama.block_count"].contents() == 2
+    assert found["general.file_type"].contents() == 2
+    same = [key for key in {*found} & {*given} - changed if not key.startswith("GGUF.")]
+    assert all(found[key].contents() == given[key].contents() for key in same)
+    assert "tokenizer.ggml.tokens" in same
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({"vocab_size": 64}, "vocab_size is 128, and 64"),
+        ({"hidden_size": 128, "head_dim": 16}, "hidden_size is 64, and 128"),
+        ({"head_dim": 32}, "head size is 16, and 32"),
+        ({"num_hidden_layers": 4}, "has 3 blocks, and the model to export 4"),
+        ({"rope_theta": 5e5}, "rope_parameters is"),
+        ({"rms_norm_eps": 1e-3}, "rms_norm_eps is"),
+        ({"attention_bias": True}, "lacks attn_"),
+        ({"tie_word_embeddings": False, "intermediate_size": 128}, "ffn_gate.weight is \\[96, 64\\] there"),
+    ],
+)
+def test_the_like_file_of_another_model_is_refused_in_one_line(changed: dict[str, Any], expected: str, tmp_path: Path):
+    like, values = like_of(tmp_path, tiny_of("llama"), "llama"), dict(ARCHITECTURES["llama"][1])
+    if "rope_theta" in changed:
+        changed = {"rope_parameters": {"rope_type": "default", **changed}}
+    other = LlamaForCausalLM(LlamaConfig(**{**values, **changed}))
+    with pytest.raises(ArtifactError, match=expected) as told:
+        write(InMemory(other), Like.read(like, None), "F16", tmp_path / "x.gguf")
+    assert "\n" not in str(told.value)
+    assert not (tmp_path / "x.gguf").exists()
+
+
+def test_the_like_file_of_another_architecture_is_refused(tmp_path: Path):
+    like = like_of(tmp_path, tiny_of("qwen2"), "qwen2")
+    with pytest.raises(ArtifactError, match="its model_type is 'qwen2', and 'llama'"):
+        write(InMemory(tiny_of("llama")), Like.read(like, None), "F16", tmp_path / "x.gguf")
+
+
+def test_without_a_like_file_the_message_names_the_converter():
+    with pytest.raises(ArtifactError, match=r"like: FILE under options, or after --like; .*convert_hf_to_gguf.py"):
+        Like.read(None, None)
+
+
+@settings(max_examples=60)
+@given(place=st.floats(0, 1), value=st.integers(0, 255), cut=st.booleans())
+def test_a_damaged_like_file_is_refused_or_used_and_nothing_else(place: float, value: int, cut: bool):
+    with tempfile.TemporaryDirectory() as name:
+        folder, model = Path(name), _TINY
+        like = like_of(folder, model, "llama")
+        data = bytearray(like.read_bytes())
+        at = int(place * (9000 - 1))  # the header
+        data = data[:at] if cut else data[:at] + bytes([value]) + data[at + 1 :]
+        like.write_bytes(data)
+        with contextlib.suppress(CompressxError):
+            write(InMemory(model), Like.read(like, None), "Q8_0", folder / "x.gguf")
+            assert read(folder / "x.gguf")
+
+
+_TINY = tiny_of("llama")
+
+
+def test_values_that_float16_cannot_hold_are_refused(tmp_path: Path):
+    model = tiny_of("llama")
+    model.model.layers[1].mlp.up_proj.weight.data[0, 0] = 1e6
+    with pytest.raises(ArtifactError, match=r"layers.1.mlp.up_proj.weight has values beyond 65504, .*type BF16"):
+        exported(tmp_path, model, "llama", "Q8_0")
+    exported(tmp_path, model, "llama", "BF16")
+
+
+def test_types_that_the_package_cannot_quantize_name_llama_quantize():
+    with pytest.raises(ValueError, match=r"'Q4_K_M' is none of F16, .*llama-quantize FILE Q4_K_M"):
+        GgufOptions.model_validate({"type": "Q4_K_M"})
+
+
+def test_the_real_model_dense_and_cut_computes_the_same_in_llama_cpp(smollm2: Any, tmp_path: Path):
+    like = Like.read(None, find_checkpoint(ModelSource(**SMOLLM2)).file)
+    prompt = smollm2.tokenizer("The history of the city of Paris begins with")["input_ids"]
+    model = copy.deepcopy(smollm2.model)
+    assert write(InMemory(model), like, "F16", tmp_path / "dense.gguf").startswith("llama, 30 blocks, 1536 neurons")
+    assert agrees(model, tmp_path / "dense.gguf", prompt)
+    with torch.no_grad():
+        for i, layer in enumerate(model.model.layers):
+            layer.mlp.down_proj.weight[:, 1126 + 8 * i :] = 0
+        for i in (14, 20):
+            model.model.layers[i].self_attn.o_proj.weight.zero_()
+        model.model.layers[20].mlp.down_proj.weight.zero_()
+    told = write(InMemory(model), like, "F16", tmp_path / "cut.gguf")
+    assert told == "deci, 29 blocks, 1152 to 1376 neurons, 0 to 3 key/value groups"
+    assert agrees(model, tmp_path / "cut.gguf", prompt)
+
+
+def test_the_page_of_models_lists_what_is_written():
+    page = Path(__file__).parents[3].joinpath("docs/models.md").read_text(encoding="utf-8").partition("## GGUF")[2]
+    rows = re.findall(r"^\| `([\w-]+)` \| `(\w+)` \| (\w+) \| (\w+) \|$", page, re.MULTILINE)
+    said = {True: "yes", False: "no"}
+    assert rows == [
+        (name, kind, said[name in FEWER_HEADS], said[name in OWN_WIDTHS])
+        for name, (kind, _, _) in ARCHITECTURES.items()
+    ]

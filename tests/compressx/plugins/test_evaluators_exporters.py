@@ -150,7 +150,10 @@ def test_the_packed_format_alone_is_what_pack_writes(model: Path) -> None:
 @exporter
 def test_mistakes_of_an_exporter_are_named_in_one_line_with_their_place(package: Path, model: Path) -> None:
     for export, told in (
-        (["my-onw"], r"<dict>:export\[0\]: no exporter 'my-onw'; did you mean 'my-own'\? valid: my-own, packed, safet"),
+        (
+            ["my-onw"],
+            r"<dict>:export\[0\]: no exporter 'my-onw'; did you mean 'my-own'\? valid: gguf, my-own, packed, safet",
+        ),
         (
             [{"format": "packed", "options": {"compres": True}}],
             r"export\[0\].options.compres: unknown option 'compres'",

@@ -1,0 +1,45 @@
+"""llama.cpp by its wheel `xllamacpp`, in a process of its own: the log-probabilities of the tokens that it writes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+_PROGRAM = """
+import json, sys
+import xllamacpp
+path, prompt, count, n_probs = json.loads(sys.argv[1])
+params = xllamacpp.CommonParams()
+params.model.path, params.n_ctx, params.warmup, params.n_parallel = path, 128, False, 1
+params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
+params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
+asked = {"prompt": prompt, "max_tokens": count, "n_predict": count, "logprobs": n_probs, "temperature": 0.0,
+         "cache_prompt": False, "ignore_eos": True}
+said = xllamacpp.Server(params).handle_completions(asked)["choices"][0]["logprobs"]["content"]
+print("SAID", json.dumps([[x["id"], [[y["id"], y["logprob"]] for y in x["top_logprobs"]]] for x in said]))
+"""
+
+
+def log_probabilities(
+    path: Path, prompt: list[int], vocabulary: int, count: int = 32, listed: int = 512
+) -> tuple[list[int], Tensor]:
+    """Let llama.cpp write the likeliest tokens after a prompt of token ids.
+
+    Returns:
+        The tokens that it wrote, and [tokens, vocabulary] log-probabilities; NaN of tokens that it does not list.
+    """
+    told = json.dumps([str(path), prompt, count, min(vocabulary, listed)])
+    done = subprocess.run([sys.executable, "-c", _PROGRAM, told], capture_output=True, text=True, check=False)
+    found = [line for line in done.stdout.splitlines() if line.startswith("SAID")]
+    assert found, done.stderr[-3000:]
+    said = json.loads(found[0].removeprefix("SAID"))
+    probabilities = torch.full((len(said), vocabulary), torch.nan)
+    for row, (_, top) in zip(probabilities, said, strict=True):
+        for token, value in top:
+            row[token] = value
+    return [token for token, _ in said], probabilities
