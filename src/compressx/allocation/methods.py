@@ -87,7 +87,7 @@ def report_on(
     zeros = zeros_of(final.linears)
     return AllocationReport(
         method=settings.method,
-        target=settings.target,
+        target=settings.fraction,
         unit=settings.unit,
         weights=sum(x.weights for x in final.linears),
         zeros=zeros,
@@ -138,7 +138,7 @@ def _by_divergence(
             "divergence": curve.error(sparsity), "sparsities": curve.sparsities, "divergences": curve.errors,
         }  # fmt: skip
 
-    final = plan.allocated(spread(units, settings.target, choose))
+    final = plan.allocated(spread(units, settings.fraction, choose))
     return final, report_on(final, settings, details)
 
 
@@ -158,7 +158,7 @@ def _by_outliers(
         chosen = outlier_weighed([ratios[u.block] for u in group], weights, zeros / sum(weights), SPREAD)
         return [round(s * w) for s, w in zip(chosen, weights, strict=True)]
 
-    final = plan.allocated(spread(units, settings.target, choose))
+    final = plan.allocated(spread(units, settings.fraction, choose))
     return final, report_on(final, settings, lambda unit, _: {"outliers": ratios.get(unit.block)})
 
 

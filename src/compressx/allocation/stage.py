@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
 from compressx.allocation.methods import Curves, allocate, stored_windows
-from compressx.allocation.units import check_allocation
+from compressx.allocation.units import check_allocation, units_of
 from compressx.api.names import in_short, kind_of
 from compressx.api.patterns import Structured, Unstructured
 from compressx.api.record import RunReport
 from compressx.blocks.stage import statistics_bytes
+from compressx.models.architecture import count_parameters
 from compressx.planning.plan import Plan
-from compressx.recipe.sections import Allocation, AttentionAware, DivergenceAllocation
+from compressx.recipe.sections import Allocation, AttentionAware, Budget, DivergenceAllocation
 from compressx.report.section import Column, Section, count_of, table
 from compressx.runtime.errors import Mistakes, RecipeError
 from compressx.stages.state import RunState, Stage
@@ -80,6 +82,10 @@ class Allocate(Stage):
             f"{chosen.method}, by {chosen.unit}, target {chosen.target:.2%}: {chosen.zeros} of "
             f"{chosen.weights} weights are {report.became}."
         )
+        if chosen.parameters is not None:
+            dense, left = chosen.parameters
+            note += f" Of {dense} parameters {left} are left, {left / dense:.2%}"
+            note += "".join(f"; asked for: at most {x:g} {name}" for name, x in chosen.budget.items()) + "."
         if any(unit.divergence is not None for unit in chosen.units):
             note += (
                 " The divergence is that of the model's predictions from the dense model's when these linears alone "
@@ -103,6 +109,45 @@ class Allocate(Stage):
         yield Section("Allocation", note, found, brief=count_of(rows, "unit"))
 
 
+def within_budget(state: RunState, plan: Plan) -> Plan:
+    """Return a plan whose allocation has a fraction of zeros in place of its budget.
+
+    Raises:
+        RecipeError: a budget out of reach, or a rule whose zeros make nothing smaller.
+    """
+    settings = plan.allocation
+    if settings is None or not isinstance(budget := settings.target, Budget):
+        return plan
+    with state.loaded.at("allocation", "target"):
+        if odd := next((x.name for x in plan.linears if not isinstance(x.pattern, Structured)), None):
+            raise RecipeError(
+                f"a budget needs rules with pattern: neurons or kv-groups, since zeros anywhere in {odd} make nothing "
+                "smaller; add it, or give target a fraction of zeros"
+            )
+        units = units_of(plan, settings.unit)
+        weights, most = sum(u.weights for u in units), sum(u.most() for u in units)
+        step = min(part.step for u in units for part in u.parts)
+        whole, each = _size(state, plan)
+        asked = whole * budget.parameters
+        if not whole - most * each <= asked < whole:
+            least = math.ceil(whole - most * each)
+            raise RecipeError(
+                f"a budget of {budget.parameters:g} parameters cannot be reached: the rules leave from "
+                f"{least / whole:.6g} to 1"
+            )
+        zeros = min(math.ceil((whole - asked) / each / step) * step, most)
+        return dataclasses.replace(plan, allocation=settings.model_copy(update={"target": zeros / weights}))
+
+
+def _size(state: RunState, plan: Plan) -> tuple[int, float]:
+    """Return the parameters of the dense model, and how many go with a weight of a unit: biases go with rows."""
+    parameters = dict(state.skeleton.named_parameters())
+    weights = sum(x.weights for x in plan.linears)
+    owned = [x.name for x in plan.linears if isinstance(p := x.pattern, Structured) and p.units.owners[x.name].dim == 0]
+    biases = sum(parameters[f"{name}.bias"].numel() for name in owned if f"{name}.bias" in parameters)
+    return count_parameters(state.skeleton), 1 + biases / weights
+
+
 def _measured(state: RunState, settings: Allocation) -> None:
     store, ranks = state.store, state.ranks
     if store.allocated is None:
@@ -122,7 +167,8 @@ def _measured(state: RunState, settings: Allocation) -> None:
             chosen = {
                 x.name: Unstructured(p.sparsity) if isinstance(p := x.pattern, Structured) else p for x in final.linears
             }
-            allocated = Allocated(chosen, report)
+            budget = getattr(state.recipe.allocation, "budget", {})
+            allocated = Allocated(chosen, dataclasses.replace(report, budget=budget))
         received = ranks.broadcast({} if allocated is None else dataclasses.asdict(allocated))
         store.allocate(ALLOCATED.validate_python(received) if allocated is None else allocated)
     assert store.allocated is not None  # noqa: S101 - set above

@@ -247,10 +247,10 @@ def check_allocation(plan: Plan) -> None:
     groups = _sharing(units_of(plan, settings.unit))
     for group in groups:
         weights, most = sum(u.weights for u in group), sum(u.most() for u in group)
-        if round(settings.target * weights) > most:
+        if round(settings.fraction * weights) > most:
             alone = "" if group[0].block else f" of {group[0].linears[0].name}"
             raise RecipeError(
-                f"target {settings.target:g} cannot be reached: the patterns{alone} allow at most "
+                f"target {settings.fraction:g} cannot be reached: the patterns{alone} allow at most "
                 f"{most / weights:.6g}; N:M keeps at least one of M, a row one of its weights, units one multiple, and "
                 f"an allocation {1 - MAX_SPARSITY:.0%} of each linear"
             )

@@ -121,6 +121,9 @@ class AllocationReport:
         weights: of all planned linears.
         zeros: that were given to them.
         units: what was given one sparsity, in the model's order.
+        budget: what was asked for in place of a fraction of zeros: `parameters`, with its number.
+        parameters: of the dense model, and those that are left without the units that went whole; counted from the
+            masks. None where no units did.
     """
 
     method: str
@@ -129,6 +132,8 @@ class AllocationReport:
     weights: int
     zeros: int
     units: tuple[UnitReport, ...]
+    budget: Mapping[str, float] = field(default_factory=dict)
+    parameters: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,7 @@ def of_plan(plan: Plan, *, every: bool = False) -> Iterator[Section]:
     weights = sum(x.weights for x in plan.linears)
     sparsity = f"sparsity {zeros_of(plan.linears) / weights:.2%}"
     if plan.allocation is not None:
-        sparsity = f"target sparsity {plan.allocation.target:.2%}"
+        sparsity = f"target sparsity {plan.allocation.fraction:.2%}"
     yield Section(note=f"{len(plan.linears)} linears, {weights / 1e6:.1f} M weights, {sparsity}")
     if plan.warning:
         yield Section(note=f"warning: {plan.warning}")

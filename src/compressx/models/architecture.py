@@ -182,6 +182,13 @@ def text_config(model: nn.Module) -> Any:
     return config.get_text_config(decoder=True)
 
 
+def count_parameters(model: Any, kept: Mapping[str, Tensor] | None = None) -> int:
+    """Count parameters, a model's own or what is kept of them by name; tied ones, which on disk are two, count once."""
+    tied = getattr(model, "all_tied_weights_keys", {})
+    found = dict(model.named_parameters())
+    return sum((kept or found)[name].numel() for name in found if name not in tied)
+
+
 def _is_conv1d(module: nn.Module) -> bool:
     """Return whether the module stores [in_features, out_features]; avoids importing transformers."""
     home = sys.modules.get("transformers.pytorch_utils")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from compressx.allocation.stage import Allocate
+from compressx.allocation.stage import Allocate, within_budget
 from compressx.api.record import RunReport
 from compressx.blocks.base import OpenBase, TakeFromBase
 from compressx.blocks.stage import Prune, ScoreBlocks, Sensitivities
@@ -49,7 +49,7 @@ def prepare(state: RunState) -> None:
     else:
         with mistakes.collected():
             refuse_prepared(state.skeleton, "pruned")
-            plan = make_plan(state.loaded, state.plugins, state.skeleton)
+            plan = within_budget(state, make_plan(state.loaded, state.plugins, state.skeleton))
     for stage in STAGES:
         stage.check(state, plan, mistakes)
     mistakes.raise_all()

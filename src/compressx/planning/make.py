@@ -191,7 +191,7 @@ def _patterns(
         else kinds[index]
         for name, index in taken.items()
     }
-    return patterns if allocation is None else {n: nearest(p, allocation.target) for n, p in patterns.items()}
+    return patterns if allocation is None else {n: nearest(p, allocation.fraction) for n, p in patterns.items()}
 
 
 def _pattern_of(loaded: LoadedRecipe, index: int, spec: PrunerSpec) -> Unstructured | NM:

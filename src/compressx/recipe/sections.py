@@ -10,11 +10,13 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 from pydantic import (
     BeforeValidator,
     ByteSize,
+    Discriminator,
     Field,
     PlainValidator,
     StrictBool,
     StrictFloat,
     StrictInt,
+    Tag,
     WithJsonSchema,
     model_validator,
 )
@@ -73,6 +75,14 @@ _METHOD = "how sparsities are chosen"
 _WINDOWS = "the first calibration windows to measure with"
 
 
+class Budget(Strict):
+    """How small the model has to become, in place of a fraction of zeros; with rules of units only."""
+
+    parameters: StrictFloat = Field(
+        gt=0, lt=1, description="fraction of all the model's parameters that stay, at most; 0.8 is 80%"
+    )
+
+
 class OwlAllocation(Strict):
     """Less sparsity for blocks with more outliers (arXiv 2310.05175)."""
 
@@ -81,13 +91,22 @@ class OwlAllocation(Strict):
     samples: StrictInt = Field(24, ge=1, description=_WINDOWS)
 
     measures: ClassVar[str] = "outliers"
+
+    @property
+    def fraction(self) -> float:
+        """The target."""
+        return self.target
+
     unit: ClassVar[Sharing] = "block"
 
 
 class _Measuring(Strict):
     """Keys of the methods that measure divergences."""
 
-    target: StrictFloat = Field(gt=0, lt=MAX_SPARSITY, description=_TARGET)
+    target: Annotated[
+        Annotated[StrictFloat, Field(gt=0, lt=MAX_SPARSITY), Tag("number")] | Annotated[Budget, Tag("mapping")],
+        Discriminator(lambda value: "mapping" if isinstance(value, dict | Budget) else "number"),
+    ] = Field(description=f"{_TARGET}; or a budget, {{parameters: 0.8}}")
     sparsities: list[Annotated[StrictFloat, Field(gt=0, le=MAX_SPARSITY)]] = Field(
         default=[0.3, 0.5, 0.7, 0.9], min_length=2, description="sparsities to measure, increasing; 0.5 is 50%"
     )
@@ -98,6 +117,16 @@ class _Measuring(Strict):
     )
 
     measures: ClassVar[str] = "divergences"
+
+    @property
+    def budget(self) -> dict[str, float]:
+        """The budget's number by its key; empty of a fraction of zeros."""
+        return self.target.model_dump(exclude_none=True) if isinstance(self.target, Budget) else {}
+
+    @property
+    def fraction(self) -> float:
+        """The target; of a budget, which is none before the model is known, a half."""
+        return 0.5 if isinstance(self.target, Budget) else self.target
 
     @model_validator(mode="after")
     def _rising(self) -> _Measuring:

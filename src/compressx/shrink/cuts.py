@@ -122,11 +122,7 @@ def smaller(model: Any, kept: Sequence[RemainingUnits], dropped: Sequence[str] =
     Raises:
         UnsupportedModelError: the config cannot say it, with the reason.
     """
-    found = survey(model)
-    blocks = [
-        Block(i, fqn, module, found.inside(fqn), (), text_config(model))
-        for i, (fqn, module) in enumerate(found.blocks.items())
-    ]
+    found, blocks = _surveyed(model)
     left = [block for block in blocks if block.fqn not in dropped]
     remaining: dict[UnitKind, dict[str, int]] = {}
     for one in kept:
@@ -141,6 +137,22 @@ def smaller(model: Any, kept: Sequence[RemainingUnits], dropped: Sequence[str] =
     _compare_tensors(model, made, small)
     _compare_settings(model, made, small)
     return made
+
+
+def left_of(model: Any, kept: Sequence[RemainingUnits]) -> dict[str, Tensor]:
+    """Return what is left of each tensor of a model, by name and without values, whether or not a config can say it."""
+    found, blocks = _surveyed(model)
+    return _cuts(blocks, kept, found).all(_empty(model))
+
+
+def _empty(model: nn.Module) -> dict[str, Tensor]:
+    return {name: torch.empty_like(x, device="meta") for name, x in model.state_dict().items()}
+
+
+def _surveyed(model: Any) -> tuple[Architecture, list[Block]]:
+    found, config = survey(model), text_config(model)
+    blocks = enumerate(found.blocks.items())
+    return found, [Block(i, fqn, module, found.inside(fqn), (), config) for i, (fqn, module) in blocks]
 
 
 def build_like(model: Any, made: Smaller) -> Any:
@@ -213,8 +225,7 @@ def _cut_by_head(cuts: Cuts, block: Block, one: RemainingUnits) -> None:
 def _compare_tensors(model: nn.Module, made: Smaller, small: nn.Module) -> None:
     """Refuse a smaller model whose tensors are not those that are left."""
     theirs = {name: [*x.shape] for name, x in small.state_dict().items()}
-    empty = {name: torch.empty_like(x, device="meta") for name, x in model.state_dict().items()}
-    ours = {name: [*x.shape] for name, x in made.cuts.all(empty).items()}
+    ours = {name: [*x.shape] for name, x in made.cuts.all(_empty(model)).items()}
     for name in [*ours, *theirs]:
         if ours.get(name) != theirs.get(name):
             raise UnsupportedModelError(

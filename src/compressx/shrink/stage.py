@@ -20,7 +20,7 @@ from compressx.api.pruner import Block
 from compressx.masks.maskset import MaskSet
 from compressx.models import shards
 from compressx.models.access import Access, InMemory, block_file
-from compressx.models.architecture import Architecture, survey, text_config
+from compressx.models.architecture import Architecture, count_parameters, survey, text_config
 from compressx.models.blockwise import capture, each_block, replay, run_around
 from compressx.models.checkpoint import Checkpoint
 from compressx.models.loading import load_model
@@ -29,7 +29,7 @@ from compressx.models.streaming import StreamedModel, open_streamed
 from compressx.planning.plan import Plan, PlannedDepth
 from compressx.runtime.errors import Mistakes, RecipeError, UnsupportedModelError
 from compressx.runtime.files import BLOCKS, atomic_write
-from compressx.shrink.cuts import RemainingUnits, Smaller, build_like, smaller
+from compressx.shrink.cuts import RemainingUnits, Smaller, build_like, left_of, smaller
 from compressx.stages.state import RunState, Stage
 
 _TOKENS = 64
@@ -82,6 +82,10 @@ class Shrink(Stage):
     def run(self, state: RunState) -> None:
         """Write `model/`, and what stays of the original to `units.json`; the masks keep the original's shapes."""
         folder, access, plan = state.folder, state.access, state.plan
+        if state.recipe.own_widths:
+            left = left_of(access.model, remaining_units(plan, state.store.masks()))
+            counts = count_parameters(access.model), count_parameters(access.model, left)
+            state.results["allocation"] = replace(state.results["allocation"], parameters=counts)
         if not state.recipe.shrink or folder is None or state.checkpoint is None:
             return
         state.report_progress("save", 0, 1)
@@ -98,7 +102,7 @@ class Shrink(Stage):
             saved, differs = _compare(access, made, place)
             atomic_write(folder / "units.json", (json.dumps(_units(kept, made, plan)) + "\n").encode())
             state.results["shrink"] = {
-                "parameters": [_parameters(x.model) for x in (access, saved)],
+                "parameters": [count_parameters(x.model) for x in (access, saved)],
                 "config": {name: [*numbers] for name, numbers in made.numbers.items()},
                 "difference": differs,
             }
@@ -138,12 +142,6 @@ def remaining_units(plan: Plan, masks: MaskSet) -> list[RemainingUnits]:
         for units in sets.values()
         if units.kind != "blocks"
     ]
-
-
-def _parameters(model: Any) -> int:
-    """Return the number of parameters; tied ones, which are not one tensor while they are on disk, count once."""
-    tied = getattr(model, "all_tied_weights_keys", {})
-    return sum(p.numel() for name, p in model.named_parameters() if name not in tied)
 
 
 def _compare(access: Access, made: Smaller, checkpoint: Checkpoint) -> tuple[Access, float]:

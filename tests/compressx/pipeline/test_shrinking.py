@@ -213,7 +213,7 @@ def test_widths_of_their_own_are_masks_of_the_model_and_a_config_cannot_say_them
 
 
 def test_a_block_has_the_width_that_its_report_says(models):
-    report = run(recipe(models("llama-mha"), *OPEN, evaluated=True, **THIRDS))
+    report = run(recipe(models("llama-mha"), *OPEN, **THIRDS))
     found, planned = weights("out/model"), json.loads(Path("out/plan.json").read_text())["linears"]
     told = {x["name"]: x["pattern"] for x in planned}
     left = {}
@@ -228,6 +228,41 @@ def test_a_block_has_the_width_that_its_report_says(models):
     page = Path("out/report.md").read_text()
     assert all(f"| {told[name]} |" in page for name in left)
     assert "`compressx export --format gguf` gives each block its own" in Path("out/model/README.md").read_text()
+
+
+@pytest.mark.parametrize("architecture", ["llama-tied", "gpt2", "qwen2", "mixtral"])
+def test_a_budget_of_parameters_is_kept_and_not_undercut_by_more_than_a_step(models, architecture):
+    neurons = {k: v for k, v in NEURONS.items() if k != "sparsity"} | {"multiple": 8}
+    budget = {"method": "divergence", "target": {"parameters": 0.85}, "samples": 4, "sparsities": [0.3, 0.6]}
+    report = run(recipe(models(architecture), neurons, allocation=budget)).allocation
+    assert report is not None
+    assert report.budget == {"parameters": 0.85}
+    assert report.parameters is not None
+    dense, left = report.parameters
+    assert dense == sum(x.numel() for x in AutoModelForCausalLM.from_pretrained("out/model").parameters())
+    dead = 0  # counted in what was written: a feature that nothing reads goes, and with it its rows and biases
+    found = weights("out/model")
+    for name, x in found.items():
+        if name.endswith("bias") and f"{name[:-4]}weight" in found and (gone := found[f"{name[:-4]}weight"]).dim() == 2:
+            side = 0 if architecture == "gpt2" else 1
+            dead += int((gone == 0).all(dim=side).sum()) if len(x) > 64 else 0
+    zeros = sum(unit.sparsity * unit.weights for unit in report.units)
+    assert dense - left == round(zeros) + dead
+    step = 8 * (3 if architecture != "gpt2" else 2) * 64 * (4 if architecture == "mixtral" else 1) + 8
+    assert 0.85 * dense - step <= left <= 0.85 * dense
+    assert f"Of {dense} parameters {left} are left" in Path("out/report.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("rules", "target", "match"),
+    [(OPEN, {"parameters": 0.1}, r"a budget of 0\.1 parameters cannot be reached: the rules leave from 0\.\d+ to 1"),
+     ([*OPEN, {"targets": ["lm_head"], "pruner": "wanda"}], {"parameters": 0.9}, "kv-groups, since zeros any"),
+     (OPEN, {"parameters": 1.2}, "expected less than 1: fraction of all")],
+    ids=["out of reach", "weights too", "more than all"],
+)  # fmt: skip
+def test_a_budget_that_rules_cannot_keep_is_refused_before_weights_are_read(models, unloaded, rules, target, match):
+    with pytest.raises(RecipeError, match=match):
+        run(recipe(models("llama"), *rules, allocation={"method": "divergence", "target": target}))
 
 
 SOME = {**NEURONS, "targets": ["model.layers.0.*"]}
