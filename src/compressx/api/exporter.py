@@ -51,11 +51,12 @@ class PlannedModel:
 class Exporter(Protocol):
     """Writes models in one format.
 
-    It may have a method `check(planned: PlannedModel) -> None`, which raises what `export` would raise hours later.
+    It may have a method `check(planned: PlannedModel) -> None`, which raises what `export` would raise hours later, and
+    an attribute `loads`, the name of its only file, one that compressx can load: a run then measures its perplexity.
     """
 
-    def export(self, model: FinishedModel, folder: Path) -> None:
-        """Write a model into `folder`, which is new and empty, and nowhere else."""
+    def export(self, model: FinishedModel, folder: Path) -> str | None:
+        """Write a model into `folder`, which is new and empty, and nowhere else; may return a line about it."""
 
 
 @dataclass(frozen=True)

@@ -222,7 +222,8 @@ class RunReport:
         shrink: of the smaller model that was written, `parameters` before and after, `config`, the numbers before and
             after by name, and `difference` from the pruned model, relative: the largest of what embeddings, each block
             and the head compute; empty without `shrink`.
-        exports: `format`, `folder` and `bytes` of each format in which the model was written.
+        exports: `format`, `folder` and `bytes` of each format in which the model was written; of a file that was read
+            again `zeros`, their fraction in the blocks' linears, and `evaluation`, its perplexity.
         base: the model whose difference from `model` was pruned, so that `sparsity`, everywhere, is the fraction of
             weights that are the base's; empty where weights were pruned to zero.
         unread: tensors of the checkpoint, and keys of a GGUF file, that nothing reads: they are not in the result.

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import click
 
 from compressx.cli.common import Host
-from compressx.cli.models import apply, bench, evaluate, generate, init, inspect, pack, unpack
+from compressx.cli.models import apply, bench, evaluate, export, generate, init, inspect, pack, unpack
 from compressx.cli.plugins import plugins
 from compressx.cli.runs import compare, plan, run, schema, sweep
 from compressx.runtime.code import __version__
@@ -48,6 +48,7 @@ for _command in (
     generate,
     apply,
     inspect,
+    export,
     pack,
     unpack,
     plugins,

@@ -1,4 +1,4 @@
-"""`compressx init | eval | generate | bench | apply | inspect | pack | unpack`: the commands for one model, or some."""
+"""`compressx init | eval | generate | bench | apply | inspect | export | pack | unpack`: the commands for models."""
 
 from __future__ import annotations
 
@@ -364,6 +364,44 @@ def _numbers(option: str, given: tuple[str, ...]) -> list[int]:
                 f"{option} {','.join(given)}: {word!r} is no whole number; expected as in {option} 128,512"
             )
     return list(dict.fromkeys(map(int, words)))
+
+
+@click.command(epilog="Example: compressx export runs/one --format gguf --type Q8_0 -o one.gguf")
+@click.argument("model")
+@click.option("--format", "name", default="gguf", show_default=True, shell_complete=plugin_names, help="Exporter.")
+@click.option("-o", "--output", type=PATH, required=True, help="New file to write, or folder, as the format has it.")
+@click.option("--type", "kind", help="Of a GGUF file's matrices: F16, BF16, Q8_0, Q5_0, Q5_1, Q4_0 or Q4_1.")
+@click.option("--like", help="GGUF file of the dense model, for metadata and tokenizer; by default the run's model.")
+@click.option(
+    "--set", "options", multiple=True, metavar="OPTION=VALUE", help="An option of the format; may be repeated."
+)
+@dtype_option
+@base_option
+@revision_option
+@trust_option
+@click.pass_obj
+@errors_for_users
+def export(
+    host: Host, /, model: str, name: str, output: Path, kind: str | None, like: str | None, options: tuple[str, ...],
+    **found: Any,
+) -> None:  # fmt: skip
+    """Write MODEL, an output folder, a model folder, a .gguf file or a hub id, in another format.
+
+    --type and --like are short for --set type=VALUE and --set like=FILE.
+    """
+    from compressx.cli import terminal
+    from compressx.evaluation.saved import export_saved, source_of
+    from compressx.recipe.document import assignments
+
+    given = {key: value for key, value in (("type", kind), ("like", like)) if value is not None}
+    begin = time.perf_counter()
+    with terminal.under_way() as tell:
+        tell(f"write {output}")
+        size, told = export_saved(
+            source_of(model, **found), name, {**assignments(options), **given}, output, host.plugins()
+        )
+    said = f": {told}" if told else ""
+    click.echo(f"written to {output}, {size / 1e6:.4g} MB, in {time.perf_counter() - begin:.1f} s{said}")
 
 
 @click.command(epilog="Example: compressx pack runs/one")

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from pydantic import TypeAdapter
 
 from compressx.api.evaluator import Figures
+from compressx.api.exporter import FinishedModel, PlannedModel
 from compressx.data.documents import check_dataset
 from compressx.evaluation.evaluators import (
     Options,
@@ -23,22 +26,22 @@ from compressx.evaluation.evaluators import (
 from compressx.masks.maskset import Deviation, MaskSet
 from compressx.models.access import Access, Device, device_for
 from compressx.models.architecture import survey
-from compressx.models.checkpoint import find_checkpoint, keep_settings
+from compressx.models.checkpoint import find_checkpoint, keep_settings, local_folder
 from compressx.models.export import output_folder
 from compressx.models.loading import load_model, load_skeleton, load_tokenizer
 from compressx.models.packed_folder import needs_base
 from compressx.models.shards import save_model
 from compressx.models.streaming import open_model
-from compressx.plugins.kinds import EVALUATOR
+from compressx.plugins.kinds import EVALUATOR, EXPORTER
 from compressx.plugins.manager import Plugins
 from compressx.prompts.selection import Selecting
 from compressx.recipe.document import from_python, override, steps_of
 from compressx.recipe.schema import load_recipe
 from compressx.recipe.sections import SelectTokens
 from compressx.recipe.sources import ModelField, ModelSource, datasets_in, long_form
-from compressx.recipe.validation import Strict, validated
-from compressx.runtime.errors import ArtifactError, Mistakes, RecipeError, nearest, one_line
-from compressx.runtime.files import os_errors_named
+from compressx.recipe.validation import Strict, validate_options, validated
+from compressx.runtime.errors import ArtifactError, CompressxError, Mistakes, RecipeError, blamed_on, nearest, one_line
+from compressx.runtime.files import os_errors_named, written_whole
 from compressx.runtime.modes import reuse_freed_memory
 
 _SOURCE: TypeAdapter[ModelSource] = TypeAdapter(ModelField)
@@ -152,6 +155,59 @@ def _of_masks(source: ModelSource, masks: MaskSet | None) -> tuple[ModelSource, 
     base = load_model(find_checkpoint(source_of(source.base, dtype=source.dtype)))
     packed = source.path is not None and needs_base(source.path)
     return (source if packed else source.model_copy(update={"base": None})), base
+
+
+def export_saved(
+    source: ModelSource, name: str, options: Mapping[str, Any], output: Path, plugins: Plugins
+) -> tuple[int, str | None]:
+    """Write a saved model in another format: a folder, or a file where the format has only one.
+
+    Returns:
+        The bytes that were written, and what the exporter says of them.
+
+    Raises:
+        ArtifactError: an existing output, a GGUF file for a format that takes a folder, or files that cannot be read or
+            written.
+        RecipeError: an unknown format or option.
+    """
+    spec = plugins.find(EXPORTER, name)
+    given = validate_options(spec.options, options, lambda *loc: f"--set {'.'.join(map(str, loc))}".rstrip())
+    output = output.expanduser()
+    if output.exists():
+        raise ArtifactError(f"output {output} exists; name a new one")
+    checkpoint = find_checkpoint(source)
+    with blamed_on(f"exporter {name!r}"):
+        exporter: Any = spec.build(given)
+        file: str | None = getattr(exporter, "loads", None)
+        gguf = _gguf_of(source) if checkpoint.gguf_file is None else checkpoint.file
+        if checkpoint.gguf_file is not None and file is None:
+            raise ArtifactError(f"{checkpoint.file} is a GGUF file, and {name} is made of a folder of safetensors")
+        if hasattr(exporter, "check"):
+            exporter.check(PlannedModel(load_skeleton(checkpoint), gguf))
+        folder = Path(checkpoint.location) if checkpoint.gguf_file is not None else local_folder(checkpoint)
+        masks = None if source.path is None else source.path.expanduser() / "masks.safetensors"
+        held = MaskSet({}) if masks is None or not masks.is_file() else MaskSet.load(masks)
+        access = open_model(checkpoint, source.streaming, device_for("cpu"))
+        finished = FinishedModel(folder, access, load_tokenizer(checkpoint), held, None, gguf)
+        if file is None:
+            with output_folder(output) as building:
+                told = exporter.export(finished, building)
+            return sum(path.stat().st_size for path in output.rglob("*") if path.is_file()), told
+        with written_whole(output) as beside, TemporaryDirectory(dir=beside.parent, prefix=".compressx-") as building:
+            told = exporter.export(finished, Path(building))
+            Path(building, file).replace(beside)
+        return output.stat().st_size, told
+
+
+def _gguf_of(source: ModelSource) -> Path | None:
+    """Return the GGUF file that the run in an output folder has pruned, if it was one and is there."""
+    recipe = None if source.path is None else source.path.expanduser() / "recipe.yaml"
+    if recipe is None or not recipe.is_file():
+        return None
+    with contextlib.suppress(CompressxError):
+        checkpoint = find_checkpoint(load_recipe(recipe).recipe.model)
+        return None if checkpoint.gguf_file is None else checkpoint.file
+    return None
 
 
 @dataclass(frozen=True)

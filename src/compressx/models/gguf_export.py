@@ -623,10 +623,10 @@ class GgufExporter:
                 "each its own; drop allocation, and give each rule its sparsity"
             )
 
-    def export(self, model: FinishedModel, folder: Path) -> None:
+    def export(self, model: FinishedModel, folder: Path) -> str:
         """Write the file."""
         like = Like.read(self.options.like, model.gguf)
-        _log.info("gguf: %s", write(model.access, like, self.options.type, folder / self.loads))
+        return write(model.access, like, self.options.type, folder / self.loads)
 
 
 @hookimpl

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
+
+import numpy as np
 
 from compressx.runtime.errors import ArtifactError, one_line
 
@@ -30,7 +35,7 @@ def read_once(path: Path) -> Iterator[None]:
 
     _reader(path)  # checked before transformers parses it its own way
     with (
-        patch("gguf.GGUFReader", _reader),
+        patch("gguf.GGUFReader", lambda path: _of_one_size(_reader(path))),
         patch("gguf.get_tensor_name_map", lru_cache(maxsize=1)(gguf.get_tensor_name_map)),
     ):
         yield
@@ -43,8 +48,8 @@ def close(path: Path) -> None:
 
 
 def stored_numbers(path: Path) -> int:
-    """Count the numbers in a file's tensors."""
-    return sum(int(x.n_elements) for x in _reader(path).tensors)
+    """Count the numbers in a file's tensors, zeros that are put in for `deci` included."""
+    return sum(int(x.n_elements) for x in _of_one_size(_reader(path)).tensors)
 
 
 def values_of(path: Path) -> Mapping[str, Any]:
@@ -82,7 +87,6 @@ def _version(path: str | os.PathLike[str]) -> tuple[str, int, int]:
 
 @lru_cache(maxsize=1)
 def _parsed(path: str, _modified: int, _size: int) -> Any:
-    import numpy as np
     from gguf.gguf_reader import GGUFReader
 
     class Reader(GGUFReader):  # type: ignore[misc] # untyped
@@ -136,6 +140,108 @@ def _fault(values: Mapping[str, Any], names: list[str]) -> str | None:
         if values.get(key, count) != count or count > len(names):
             return f"{key} is {values.get(key)!r}, but the file has {count}; it is damaged, so download it again"
     return None
+
+
+@dataclass(frozen=True, eq=False)
+class _File:
+    """What transformers reads of a file."""
+
+    fields: Mapping[str, Any]
+    tensors: Sequence[Any]
+
+
+@dataclass(frozen=True, eq=False)
+class _Padded:
+    """A tensor of a block in the shape that the largest block has, dequantized when it is read.
+
+    Attributes:
+        name: in the file.
+        shape: rows first.
+        stored: the tensor in the file, if it is there; entries that it lacks are zeros.
+        head: size of the heads whose rows are to lie as in Qwen2, first halves first; 0 if they stay as in Llama.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    stored: Any = None
+    head: int = 0
+    tensor_type = 0  # float32
+
+    @property
+    def n_elements(self) -> int:
+        """How many numbers it has."""
+        return math.prod(self.shape)
+
+    @property
+    def data(self) -> np.ndarray:
+        """Its numbers, float32."""
+        from gguf import dequantize
+
+        whole = np.zeros(self.shape, np.float32)
+        if self.stored is not None:
+            found = dequantize(self.stored.data, self.stored.tensor_type)
+            if self.head:
+                pairs = found.reshape(-1, self.head // 2, 2, *found.shape[1:])
+                found = pairs.swapaxes(1, 2).reshape(found.shape)
+            whole[tuple(slice(n) for n in found.shape)] = found
+        return whole
+
+
+def _of_one_size(reader: Any) -> Any:
+    """Return a file of llama.cpp's `deci` as one of `llama`, or `qwen2`, whose blocks all have the size of the largest.
+
+    What a block lacks are zeros: heads, neurons, or its attention. Other files are returned as they are.
+
+    Raises:
+        ArtifactError: its blocks are not Llama's.
+    """
+    from gguf.gguf_reader import ReaderField
+
+    fields = reader.fields
+    if fields["general.architecture"].contents() != "deci":
+        return reader
+    shapes: dict[str, tuple[int, ...]] = {}
+    try:
+        blocks: list[dict[str, Any]] = [{} for _ in range(fields["deci.block_count"].contents())]
+        for x in reader.tensors:
+            if x.name.startswith("blk."):
+                _, number, own = x.name.split(".", 2)
+                blocks[int(number)][own] = x
+                shape = tuple(int(n) for n in x.shape[::-1])
+                shapes[own] = tuple(map(max, shape, shapes.get(own, shape)))
+        head = int(fields["deci.attention.key_length"].contents())
+        rows = {
+            tuple(int(x[f"attn_{own}.weight"].shape[1]) for own in ("q", "k")) for x in blocks if "attn_q.weight" in x
+        }
+        (per_group,) = {queries / keys for queries, keys in rows}
+        query, hidden = max(rows)[0], shapes["attn_q.weight"][1]
+        wide, odd = (
+            shapes["ffn_down.weight"][1],
+            any("attn_output.weight" in x and "attn_q.weight" not in x for x in blocks),
+        )
+    except (LookupError, ValueError, TypeError, ArithmeticError) as error:
+        raise ArtifactError(f"this is no Llama of the architecture deci: {one_line(str(error))[:200]}") from error
+    if odd or per_group % 1 or query % head:
+        raise ArtifactError(f"this is no Llama of the architecture deci: {query} rows of queries for heads of {head}")
+    # Biases of query, key and value, and not of the output, are Qwen2's; its query is square in transformers.
+    kind = "qwen2" if "attn_q.bias" in shapes and "attn_output.bias" not in shapes else "llama"
+    query = hidden if kind == "qwen2" else query
+    for own, count in {"attn_q": query, "attn_k": query / per_group, "attn_v": query / per_group}.items():
+        for name in {f"{own}.weight", f"{own}.bias"} & {*shapes}:
+            shapes[name] = (int(count), *shapes[name][1:])
+    shapes["attn_output.weight"] = (hidden, query)
+    numbers = {"attention.head_count": query // head, "attention.head_count_kv": int(query / per_group) // head,
+               "feed_forward_length": wide, "rope.dimension_count": head}  # fmt: skip
+    seen = {key.replace("deci.", f"{kind}."): x for key, x in fields.items()}
+    text, number32 = fields["general.architecture"], fields["deci.block_count"]
+    seen["general.architecture"] = ReaderField(0, "", [np.frombuffer(kind.encode(), np.uint8)], [0], text.types)
+    for key, value in numbers.items():
+        seen[f"{kind}.{key}"] = ReaderField(0, "", [np.array([value], np.uint32)], [0], number32.types)
+    tensors = [x for x in reader.tensors if not x.name.startswith("blk.")]
+    for (i, block), own in itertools.product(enumerate(blocks), shapes):
+        turned = head if kind == "qwen2" and own.startswith(("attn_q", "attn_k")) else 0
+        tensors.append(_Padded(f"blk.{i}.{own}", shapes[own], block.get(own), turned))
+    return _File(seen, tensors)
 
 
 def _contents(reader: Any) -> Mapping[str, Any]:

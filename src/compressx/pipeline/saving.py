@@ -12,10 +12,13 @@ from typing import Any
 
 from compressx.api.exporter import Exporter, FinishedModel, PlannedModel
 from compressx.data.documents import local_files
+from compressx.evaluation.evaluators import evaluate
 from compressx.masks.maskset import MaskSet
-from compressx.models.architecture import find_blocks
+from compressx.models.access import InMemory
+from compressx.models.architecture import find_blocks, survey
 from compressx.models.checkpoint import Checkpoint, find_checkpoint, keep_settings, local_folder
 from compressx.models.export import check_output, not_written, refuse_overwriting, room_for
+from compressx.models.loading import load_model
 from compressx.models.shards import save_model
 from compressx.planning.plan import Plan
 from compressx.plugins.kinds import EXPORTER
@@ -105,7 +108,7 @@ def written(state: RunState, output: Path) -> Iterator[dict[str, Any]]:
     """Write a model in every format of a recipe, once `model` has its card; remove it if it is none of them.
 
     Yields:
-        `format`, `folder` inside the output and `bytes` of each, for the report.
+        What `RunReport.exports` has of each.
 
     Raises:
         PluginError: an exporter that fails.
@@ -121,11 +124,34 @@ def written(state: RunState, output: Path) -> Iterator[dict[str, Any]]:
         with os_errors_named("create", folder):
             folder.mkdir(parents=True, exist_ok=folder == model.folder)
         with state.loaded.at("export", i), blamed_on(f"exporter {export.format!r}"):
-            exporter.export(model, folder)
+            told = exporter.export(model, folder)
+        if told:
+            state.note(f"{export.format}: {told}")
         size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-        yield {"format": export.format, "folder": folder.relative_to(output).as_posix(), "bytes": size}
+        found = {"format": export.format, "folder": folder.relative_to(output).as_posix(), "bytes": size}
+        yield found | _measured(state, export.format, folder, getattr(exporter, "loads", None))
     if _OWN not in {export.format for export in state.recipe.export}:
         shutil.rmtree(model.folder)
+
+
+def _measured(state: RunState, of: str, folder: Path, file: str | None) -> dict[str, Any]:
+    """Read a file again that was written, and return its zeros and its perplexity, if the recipe measures that."""
+    ready = [x for x in state.evaluators if x.name == "token_perplexity"]
+    if file is None or not ready:
+        return {}
+    if not isinstance(state.access, InMemory):
+        state.note(f"{of}: not measured, since {file} would have to be read whole, and the model is streamed")
+        return {}
+    try:
+        access = InMemory(load_model(Checkpoint(str(folder), file)).to(state.device))
+        linears = survey(access.model).linears.values()
+        zeros = sum(int((x.weight == 0).sum()) for x in linears) / sum(x.weight.numel() for x in linears)
+        figures = evaluate(access, state.tokenizer, ready)
+    except CompressxError as error:
+        state.note(f"{of}: not measured: {error}")
+        return {}
+    state.report_figures(of, figures)
+    return {"zeros": zeros, "evaluation": figures}
 
 
 def check_saving(state: RunState, checkpoint: Checkpoint) -> None:

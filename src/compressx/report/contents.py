@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from compressx.api.record import RunReport
@@ -83,6 +84,23 @@ def of_run(report: RunReport) -> Iterator[Section]:
     ]
     if given := [row for row in rows if row[1]]:
         yield Section("Run", table=table(["run", Column("value", look="prose")], given))
+    yield from _exports(report)
+
+
+def _exports(report: RunReport) -> Iterator[Section]:
+    """Yield what was measured of the files that were written, beside the model itself."""
+    of = {x["format"]: x for x in report.exports if "evaluation" in x}
+    measured = replace(report, evaluation={name: x["evaluation"] for name, x in of.items()}).measures()
+    names, own = [*dict.fromkeys(name for name, _ in measured)], report.measures()
+    last = next(iter(_changed(report)), "dense")
+    rows = [
+        [name, x["bytes"] / 1e6, x["zeros"], *(y for n in names for y in (own.get((n, last)), measured[n, name]))]
+        for name, x in of.items()
+    ]
+    each = [c for n in names for c in (Column(f"{n.replace('_', ' ')}, {last}", ".4g"), Column("in the file", ".4g"))]
+    if rows:
+        columns = [Column("format"), Column("MB", ".4g"), Column("zeros", ".2%"), *each]
+        yield Section("Written files, read again", table=table(columns, rows))
 
 
 def _stages(report: RunReport) -> Iterator[Section]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 import pytest
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
@@ -21,6 +22,7 @@ from tests.compressx.llama_cpp import log_probabilities
 from tests.conftest import SMOLLM2
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from compressx.models import gguf_header
 from compressx.models.access import InMemory
 from compressx.models.checkpoint import Checkpoint, find_checkpoint
 from compressx.models.gguf_export import (
@@ -307,3 +309,23 @@ def test_the_page_of_models_lists_what_is_written():
         (name, kind, said[name in FEWER_HEADS], said[name in OWN_WIDTHS])
         for name, (kind, _, _) in ARCHITECTURES.items()
     ]
+
+
+@pytest.mark.parametrize("cut", [name for name, (_, told) in CUTS.items() if "deci" in told])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
+def test_a_file_of_own_widths_is_read_as_the_model_that_it_is(architecture: str, cut: str, tmp_path: Path):
+    model = tiny_of(architecture)
+    for block, neurons, groups in CUTS[cut][0]:
+        zero(model, block, neurons, groups)
+    path, _ = exported(tmp_path, model, architecture)
+    back = read(path)
+    assert back.config.model_type == architecture
+    ids = torch.tensor([PROMPT])
+    with torch.no_grad():
+        assert torch.allclose(back(ids).logits, model(ids).logits, atol=1e-4)
+    again = tmp_path / "again.gguf"
+    write(InMemory(back), Like.read(None, path), "F16", again)
+    assert gguf_header.shapes_of(again) == gguf_header.shapes_of(path)
+    assert all(
+        np.array_equal(x, gguf_header.tensors_of(path)[name]) for name, x in gguf_header.tensors_of(again).items()
+    )

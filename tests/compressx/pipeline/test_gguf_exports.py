@@ -1,0 +1,104 @@
+"""Runs and `compressx export` that write GGUF files: what is refused early, and what the report says of the file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.compressx.cli.commands import printed, refused
+from tests.compressx.gguf_files import tiny_of, write_gguf, write_like
+
+from compressx import CompressxError, plan, run
+from compressx.models import gguf_header
+from compressx.recipe.document import dump_yaml
+from compressx.testing.models import save_tiny_model, tiny_text
+
+
+@pytest.fixture
+def dense(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text("a b c d e f g ab cd . " * 60)
+    return write_gguf(tmp_path / "dense.gguf")
+
+
+def recipe(model: Path | str, **values: Any) -> dict[str, Any]:
+    pruned = {"targets": ["*.mlp.*"], "pruner": "magnitude", "pattern": "neurons", "sparsity": 0.4}
+    measured = {"dataset": {"text": "text.txt"}, "sequence_length": 16, "samples": 2}
+    return {
+        "model": str(model),
+        "prune": [pruned],
+        "evaluate": {"token_perplexity": measured},
+        "output": "out",
+        **values,
+    }
+
+
+def test_the_report_has_the_perplexity_and_the_zeros_of_the_file_itself(dense: Path):
+    written = {"format": "gguf", "options": {"type": "Q4_0"}}
+    report = run(recipe(dense, export=["safetensors", written]))
+    (_, found) = report.exports
+    path = Path("out/exports/gguf/model.gguf")
+    assert gguf_header.shapes_of(path)["blk.0.ffn_up.weight"] == (64, 64)
+    assert found["bytes"] == path.stat().st_size
+    Path("r.yaml").write_text(dump_yaml(recipe(dense)))
+    assert json.loads(printed("eval", str(path), "--recipe", "r.yaml", "--json")) == found["evaluation"]
+    assert found["evaluation"] != report.evaluation["pruned"]
+    assert 0 < found["zeros"] < 0.3  # none of the dropped neurons, and what Q4_0 rounds to zero
+    assert "Written files, read again" in Path("out/report.md").read_text()
+    printed("export", "out", "--type", "Q4_0", "-o", "again.gguf")  # like the file that the run has pruned
+    assert Path("again.gguf").read_bytes() == path.read_bytes()
+    printed("pack", "out", "-o", "packed")
+    printed("export", "packed", "--type", "Q4_0", "-o", "unpacked.gguf")
+    assert Path("unpacked.gguf").read_bytes() == path.read_bytes()
+    assert "output again.gguf exists" in refused("export", "out", "-o", "again.gguf")
+    assert "--set type: type is 'Q4_K'" in refused("export", "out", "--type", "Q4_K", "-o", "x.gguf")
+    assert "unknown option 'tpye'" in refused("export", "out", "--set", "tpye=F16", "-o", "x.gguf")
+    assert "is a GGUF file, and packed is made of a folder" in refused(
+        "export", str(dense), "--format", "packed", "-o", "x"
+    )
+    assert "written to copy, " in printed("export", "out", "--format", "safetensors", "-o", "copy")
+    assert Path("copy/model.safetensors").read_bytes() == Path("out/model/model.safetensors").read_bytes()
+
+
+def test_what_cannot_be_written_is_refused_before_weights_are_read(dense: Path, tmp_path: Path):
+    folder = save_tiny_model(tmp_path / "model", "gemma2")
+    Path("text.txt").write_text(tiny_text())
+    model = tiny_of("gemma2")
+    for export, more, told in (
+        ({}, {}, r"export\[0\]: format gguf takes metadata .* like: FILE under options, .*convert_hf_to_gguf.py"),
+        ({"like": "nowhere.gguf"}, {}, r"export\[0\]: .*nowhere.gguf does not exist"),
+        ({"like": str(dense)}, {}, r"export\[0\]: .*dense.gguf is of another model: its model_type is 'llama'"),
+        ({"type": "IQ2_XS"}, {}, r"export\[0\].options.type: .*llama-quantize FILE IQ2_XS"),
+    ):
+        with pytest.raises(CompressxError, match=told):
+            plan(recipe(folder, export=[{"format": "gguf", "options": export}], **more))
+    with pytest.raises(CompressxError, match=r"unknown key 'type'; .* as in options: \{type: ...\}"):
+        plan(recipe(dense, export=[{"format": "gguf", "type": "Q8_0"}]))
+    own = {"prune": [{"targets": ["*.mlp.*"], "pruner": "magnitude", "pattern": "neurons"}],
+           "allocation": {"method": "divergence", "target": 0.4},
+           "calibration": {"dataset": {"text": "text.txt"}}}  # fmt: skip
+    model.save_pretrained(folder)
+    like = write_like(tmp_path / "like.gguf", model, "gemma2")
+    with pytest.raises(
+        CompressxError, match=r"one width for all blocks of gemma2, .*drop allocation, and give each rule"
+    ):
+        plan(recipe(folder, export=[{"format": "gguf", "options": {"like": str(like)}}], **own))
+
+
+def test_a_streamed_run_writes_the_file_and_says_that_it_was_not_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text(tiny_text())
+    folder = save_tiny_model(tmp_path / "model", "llama")
+    model = tiny_of("llama")
+    model.save_pretrained(folder)
+    like = write_like(tmp_path / "like.gguf", model, "llama")
+    given = {"path": str(folder), "streaming": True}
+    report = run({**recipe(folder), "model": given, "export": [{"format": "gguf", "options": {"like": str(like)}}]})
+    assert [{*x} for x in report.exports] == [{"format", "folder", "bytes"}]
+    log = Path("out/run.log").read_text()
+    assert "gguf: llama, 3 blocks, 64 neurons, 2 key/value groups" in log
+    assert "gguf: not measured, since model.gguf would have to be read whole" in log
