@@ -11,11 +11,14 @@ from functools import partial
 
 from compressx.allocation.methods import Curves, allocate, stored_windows
 from compressx.allocation.units import check_allocation, units_of
+from compressx.api.exporter import PlannedModel
 from compressx.api.names import in_short, kind_of
 from compressx.api.patterns import Structured, Unstructured
+from compressx.api.projections import parent
 from compressx.api.record import RunReport
 from compressx.blocks.stage import statistics_bytes
 from compressx.models.architecture import count_parameters
+from compressx.models.gguf_export import GgufOptions, file_bytes
 from compressx.planning.plan import Plan
 from compressx.recipe.sections import Allocation, AttentionAware, Budget, DivergenceAllocation
 from compressx.report.section import Column, Section, count_of, table
@@ -85,7 +88,9 @@ class Allocate(Stage):
         if chosen.parameters is not None:
             dense, left = chosen.parameters
             note += f" Of {dense} parameters {left} are left, {left / dense:.2%}"
-            note += "".join(f"; asked for: at most {x:g} {name}" for name, x in chosen.budget.items()) + "."
+            files = [f"; the GGUF file has {x['bytes']} bytes" for x in report.exports if x["format"] == "gguf"]
+            asked = [f"; asked for: {name} {x:.10g} at most" for name, x in chosen.budget.items()]
+            note += "".join([*files, *asked]) + "."
         if any(unit.divergence is not None for unit in chosen.units):
             note += (
                 " The divergence is that of the model's predictions from the dense model's when these linears alone "
@@ -127,25 +132,36 @@ def within_budget(state: RunState, plan: Plan) -> Plan:
         units = units_of(plan, settings.unit)
         weights, most = sum(u.weights for u in units), sum(u.most() for u in units)
         step = min(part.step for u in units for part in u.parts)
-        whole, each = _size(state, plan)
-        asked = whole * budget.parameters
-        if not whole - most * each <= asked < whole:
-            least = math.ceil(whole - most * each)
-            raise RecipeError(
-                f"a budget of {budget.parameters:g} parameters cannot be reached: the rules leave from "
-                f"{least / whole:.6g} to 1"
-            )
+        whole, each = _size(state, plan, budget)
+        asked = budget.bytes or whole * (budget.parameters or 0)
+        least = whole - most * each
+        if not least <= asked < whole:
+            reach = f"{least / whole:.6g} to 1 of" if budget.bytes is None else f"{math.ceil(least)} to {whole}"
+            ((name, given),) = budget.model_dump(exclude_none=True).items()
+            raise RecipeError(f"{name}: {given:.10g} cannot be reached: the rules leave from {reach} {name}")
         zeros = min(math.ceil((whole - asked) / each / step) * step, most)
         return dataclasses.replace(plan, allocation=settings.model_copy(update={"target": zeros / weights}))
 
 
-def _size(state: RunState, plan: Plan) -> tuple[int, float]:
-    """Return the parameters of the dense model, and how many go with a weight of a unit: biases go with rows."""
+def _size(state: RunState, plan: Plan, budget: Budget) -> tuple[int, float]:
+    """Return the size of the dense model, and what goes with a weight of a unit: biases go with rows."""
     parameters = dict(state.skeleton.named_parameters())
     weights = sum(x.weights for x in plan.linears)
     owned = [x.name for x in plan.linears if isinstance(p := x.pattern, Structured) and p.units.owners[x.name].dim == 0]
     biases = sum(parameters[f"{name}.bias"].numel() for name in owned if f"{name}.bias" in parameters)
-    return count_parameters(state.skeleton), 1 + biases / weights
+    if budget.bytes is None:
+        return count_parameters(state.skeleton), 1 + biases / weights
+    options = next((x.options for x in state.recipe.export if x.format == "gguf"), None)
+    if options is None:
+        raise RecipeError(
+            "bytes are those of a GGUF file, the one format with a width for each block; add export: [{format: gguf}]"
+        )
+    place = state.checkpoint
+    file = place.file if place is not None and place.gguf_file is not None else None
+    sizes = file_bytes(PlannedModel(state.skeleton, file), GgufOptions.model_validate(options))
+    matrices = {f"{x.name}.weight" for x in plan.linears} | {parent(x.name) for x in plan.linears}
+    of_linears = sum(size for name, size in sizes.items() if name in matrices)
+    return sum(sizes.values()), (of_linears + 4 * biases) / weights
 
 
 def _measured(state: RunState, settings: Allocation) -> None:

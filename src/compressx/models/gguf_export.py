@@ -603,6 +603,26 @@ def _described(architecture: str, parts: Sequence[Part]) -> str:
     return ", ".join(told)
 
 
+def file_bytes(planned: PlannedModel, options: GgufOptions) -> dict[str, int]:
+    """Return what the file of a model takes, by the names of its tensors in transformers; what is no tensor under `""`.
+
+    That is 4096 bytes too much, for numbers of blocks that become lists.
+
+    Raises:
+        ArtifactError: as `Like.read`, or a file of another model.
+    """
+    like = Like.read(options.like, planned.gguf)
+    parts = [Part(fqn) for fqn in find_blocks(planned.model)]
+    tensors = _Layout(planned.model, like, like.architecture).written(parts, options.type)
+    values = gguf_header.packed_values(like.path)
+    header = 4096 + sum(12 + len(key.encode()) + len(x) for key, x in values.items())
+    header += sum(24 + len(x.name) + 8 * len(x.shape) for x in tensors)
+    found = {"": header}
+    for x in tensors:
+        found[x.source] = found.get(x.source, 0) + stored_bytes(x.shape, x.stored)
+    return found
+
+
 class GgufExporter:
     """Writes one GGUF file."""
 

@@ -78,9 +78,16 @@ _WINDOWS = "the first calibration windows to measure with"
 class Budget(Strict):
     """How small the model has to become, in place of a fraction of zeros; with rules of units only."""
 
-    parameters: StrictFloat = Field(
-        gt=0, lt=1, description="fraction of all the model's parameters that stay, at most; 0.8 is 80%"
+    parameters: StrictFloat | None = Field(
+        None, gt=0, lt=1, description="fraction of all the model's parameters that stay, at most; 0.8 is 80%"
     )
+    bytes: SizeField | None = Field(None, description="size of the GGUF file that is exported, at most, such as 120MB")
+
+    @model_validator(mode="after")
+    def _one(self) -> Budget:
+        if (self.parameters is None) == (self.bytes is None):
+            raise conflict("give exactly one of parameters, bytes", sorted(self.model_fields_set))
+        return self
 
 
 class OwlAllocation(Strict):
@@ -106,7 +113,7 @@ class _Measuring(Strict):
     target: Annotated[
         Annotated[StrictFloat, Field(gt=0, lt=MAX_SPARSITY), Tag("number")] | Annotated[Budget, Tag("mapping")],
         Discriminator(lambda value: "mapping" if isinstance(value, dict | Budget) else "number"),
-    ] = Field(description=f"{_TARGET}; or a budget, {{parameters: 0.8}}")
+    ] = Field(description=f"{_TARGET}; or a budget, {{parameters: 0.8}} or {{bytes: 120MB}}")
     sparsities: list[Annotated[StrictFloat, Field(gt=0, le=MAX_SPARSITY)]] = Field(
         default=[0.3, 0.5, 0.7, 0.9], min_length=2, description="sparsities to measure, increasing; 0.5 is 50%"
     )

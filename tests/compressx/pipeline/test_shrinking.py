@@ -17,17 +17,20 @@ import torch
 from huggingface_hub import ModelCard
 from tests.compressx.architectures import KINDS
 from tests.compressx.depths import THIRD
+from tests.compressx.gguf_files import write_like
 from tests.compressx.pipeline.runs import recipe, stopped_at, weights
 from tests.compressx.pipeline.test_processes import alone_and_together
 from tests.compressx.saved import save_tiny
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from compressx import prune
+from compressx.api.exporter import PlannedModel
 from compressx.evaluation.saved import apply_masks, evaluate_saved, measures, source_of
 from compressx.masks.inspect import inspect
 from compressx.masks.maskset import MaskSet
 from compressx.models.architecture import find_blocks
 from compressx.models.blockwise import skipped
+from compressx.models.gguf_export import GgufOptions, file_bytes
 from compressx.pipeline.run import run
 from compressx.plugins.manager import load_plugins
 from compressx.runtime.errors import ArtifactError, RecipeError, UnsupportedModelError
@@ -253,12 +256,33 @@ def test_a_budget_of_parameters_is_kept_and_not_undercut_by_more_than_a_step(mod
     assert f"Of {dense} parameters {left} are left" in Path("out/report.md").read_text()
 
 
+@pytest.mark.parametrize("kind", ["F16", "Q8_0"])
+def test_a_budget_of_bytes_is_kept_by_the_file_that_is_written(models, kind):
+    source = models("llama")
+    model = AutoModelForCausalLM.from_pretrained(source)
+    options = {"type": kind, "like": str(write_like(Path("like.gguf"), model, "llama"))}
+    sizes = file_bytes(PlannedModel(model), GgufOptions.model_validate(options))
+    most = int(0.85 * sum(sizes.values()))
+    asked = {"method": "attention-aware", "target": {"bytes": most}, "samples": 4, "sparsities": [0.3, 0.6]}
+    report = run(recipe(source, OPEN[0], allocation=asked, export=[{"format": "gguf", "options": options}]))
+    (file,) = report.exports
+    step = 32 * 3 * 64 * (2 if kind == "F16" else 34 / 32)
+    assert most - step - 4096 <= file["bytes"] <= most
+    assert report.allocation is not None
+    assert report.allocation.budget == {"bytes": most}
+    assert (
+        f"the GGUF file has {file['bytes']} bytes; asked for: bytes {most} at most" in Path("out/report.md").read_text()
+    )
+
+
 @pytest.mark.parametrize(
     ("rules", "target", "match"),
-    [(OPEN, {"parameters": 0.1}, r"a budget of 0\.1 parameters cannot be reached: the rules leave from 0\.\d+ to 1"),
+    [(OPEN, {"parameters": 0.1}, r"parameters: 0\.1 cannot be reached: the rules leave from 0\.\d+ to 1 of"),
      ([*OPEN, {"targets": ["lm_head"], "pruner": "wanda"}], {"parameters": 0.9}, "kv-groups, since zeros any"),
+     (OPEN, {"parameters": 0.9, "bytes": 10000}, "give exactly one of parameters, bytes"),
+     (OPEN, {"bytes": 10000}, r"bytes are those of a GGUF file, .*; add export: \[{format: gguf}\]"),
      (OPEN, {"parameters": 1.2}, "expected less than 1: fraction of all")],
-    ids=["out of reach", "weights too", "more than all"],
+    ids=["out of reach", "weights too", "two", "no such file", "more than all"],
 )  # fmt: skip
 def test_a_budget_that_rules_cannot_keep_is_refused_before_weights_are_read(models, unloaded, rules, target, match):
     with pytest.raises(RecipeError, match=match):
