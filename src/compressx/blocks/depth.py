@@ -103,8 +103,8 @@ def choose_blocks(
         progress: called with the number of blocks scored, or of the largest trial, and of all, or of those that go.
 
     Returns:
-        The scores by name, those of a search being the divergence without that block alone; and the names that a search
-        chose, in its order, each with the divergence without it and those before it.
+        The scores by name, those of a search being the divergence without that block alone, if it can go alone; and the
+        names that a search chose, in its order, each with the divergence without it and those before it.
 
     Raises:
         PluginError: as `score_blocks`, or a search that returns other names or another number of them.
@@ -122,9 +122,13 @@ def choose_blocks(
             f"choose of pruner {name!r} must return {count} different names of the {len(depth.blocks)} blocks, got "
             f"{chosen!r:.80}"
         )
-    alone = trials([[fqn] for fqn in depth.blocks])
-    steps = trials([chosen[: i + 1] for i in range(count)])
-    return dict(zip(depth.blocks, alone, strict=True)), dict(zip(chosen, steps, strict=True))
+    alone = zip(depth.blocks, trials([[fqn] for fqn in depth.blocks]), strict=True)
+    reached = {}
+    for i, fqn in enumerate(chosen):
+        # Where it and those before cannot go without later ones, that of the first step that is possible.
+        steps = trials([chosen[: j + 1] for j in range(i, count)])
+        reached[fqn] = next((x for x in steps if math.isfinite(x)), steps[-1])
+    return {fqn: x for fqn, x in alone if math.isfinite(x)}, reached
 
 
 class Trials:
@@ -166,7 +170,7 @@ class Trials:
         for some in (fresh[i : i + len(self._found.blocks)] for i in range(0, len(fresh), len(self._found.blocks))):
             self._known |= dict.fromkeys(some, math.inf)
             able = [trial for trial in some if self._is_possible(trial)]
-            self._known |= zip(able, self._measured(able), strict=True)
+            self._known |= zip(able, self._measured(able) if able else [], strict=True)
             self._progress(max(map(len, some)))
         return [self._known[trial] for trial in asked]
 
@@ -291,10 +295,8 @@ def refuse_needed(model: Any, dropped: Collection[str]) -> None:
 
 def decide_whole(block: Block, depth: PlannedDepth, names: Sequence[str]) -> dict[str, PruneResult]:
     """Return what a rule that drops whole blocks means for its linears in one of them: all zeros, or all weights."""
-    kept, info = (
-        block.fqn not in depth.dropped,
-        {k: depth.scores[block.fqn] for k in ["importance"] if block.fqn in depth.scores},
-    )
+    kept, score = block.fqn not in depth.dropped, depth.scores.get(block.fqn)
+    info = {} if score is None else {"importance": score}
     results = {}
     for name in names:
         weight, bias = block.linears[name].held, block.linears[name].bias

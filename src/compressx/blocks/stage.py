@@ -44,7 +44,8 @@ class ScoreBlocks(Stage):
         text, depth = state.recipe.calibration, state.plan.depth
         if text is None or depth is None or not isinstance(pruner := depth.rule.build_depth(), DepthSearch):
             return {}
-        windows = min(text.batch_size, text.samples, pruner.windows) * (1 + len(find_blocks(state.skeleton)))
+        # Those that enter a block, and those that leave it.
+        windows = 2 * min(text.batch_size, text.samples, pruner.windows) * (1 + len(find_blocks(state.skeleton)))
         predictions = 3 * 4 * text.sequence_length * text_config(state.skeleton).vocab_size
         return {"hidden states of trials": state.hidden_bytes(windows), "predictions of a window": predictions}
 

@@ -213,7 +213,7 @@ def _left_out(recipe: Recipe, planned: Plan) -> Iterator[str]:
     if recipe.evaluate is not None:
         yield "evaluation"
     if planned.depth is not None:
-        yield "scores of whole blocks"
+        yield "the choice of whole blocks"
     if recipe.finetune is not None:
         minutes = recipe.finetune.minutes
         yield "fine-tuning" + ("" if minutes is None else f" ({minutes:g} minutes)")

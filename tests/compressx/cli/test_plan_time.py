@@ -126,4 +126,4 @@ def test_linears_outside_the_blocks_are_pruned_too_and_dropped_blocks_are_not():
     assert planned(outside)["blocks"] == 4
     depth = 'prune:\n  - {targets: ["*.layers.*"], pruner: shortgpt, pattern: blocks, sparsity: 0.34}\n'
     dropped = planned(PLAIN.replace("prune:\n", depth))
-    assert "scores of whole blocks" in dropped["left_out"]
+    assert "the choice of whole blocks" in dropped["left_out"]

@@ -449,3 +449,8 @@ def test_a_block_whose_keys_and_values_another_uses_again_is_not_dropped(tmp_pat
     more = str(tmp_path / "more")
     run(asked | {"prune": [THIRD | {"sparsity": 0.67}], "output": more})
     assert gone(more) == ["model.layers.1", "model.layers.2"], "without the one that uses them it may go"
+    monkeypatch.undo()
+    searched = str(tmp_path / "searched")
+    run(asked | {"prune": [THIRD | {"pruner": "depth"}], "output": searched})
+    assert gone(searched) in (["model.layers.0"], ["model.layers.2"]), "what cannot go alone is not tried"
+    assert "Infinity" not in Path(searched, "plan.json").read_text()

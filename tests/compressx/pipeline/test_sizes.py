@@ -81,6 +81,10 @@ def test_each_stage_has_its_parts(model):
     assert streamed["prune"]["hidden states"] == 2 * STATES
     assert streamed["prune"]["two blocks' weights"] == 2 * block
     assert streamed["calibrate"]["hidden states between all blocks"] == (1 + 3) * STATES // 2
+    depth = {"targets": ["*"], "pruner": "depth", "pattern": "blocks", "sparsity": 0.34}
+    searched = planned(model, depth)[2]["calibrate"]
+    assert searched["hidden states of trials"] == 2 * (1 + 3) * STATES // 2
+    assert searched["predictions of a window"] == 3 * 4 * 32 * 128
     text = {"dataset": {"text": str(model.with_name("text.txt"))}, "samples": 8, "sequence_length": 32}
     assert "hidden states" not in planned(model, calibration={**text, "memory_limit": STATES - 1})[2]["prune"]
 
