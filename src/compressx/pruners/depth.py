@@ -1,8 +1,8 @@
 """Which decoder blocks go: by trial, or by a score of each block.
 
-`depth` drops one block after the other, each time the one without which the predictions diverge least, and then
-exchanges. `divergence` has the same measure to second order, of each block alone; `shortgpt` (arXiv 2403.03853) looks
-at the directions of the hidden states.
+`depth` drops one block after the other, each time the one without which the predictions diverge least. `divergence` has
+the same measure to second order, of each block alone; `shortgpt` (arXiv 2403.03853) looks at the directions of the
+hidden states.
 """
 
 from __future__ import annotations
@@ -25,72 +25,25 @@ class Options(BaseModel):
     """The options of `depth`."""
 
     windows: StrictInt = Field(8, ge=1, description="calibration windows that trials run on, the first ones")
-    exchanges: StrictInt = Field(4, ge=0, description="how often a block that goes is tried in exchange for others")
 
 
 class Depth:
-    """Drops blocks by trial: greedily, then by exchanges."""
+    """Drops one block after the other, each time the one without which the predictions diverge least."""
 
     def __init__(self, options: Options) -> None:
-        self.windows, self.exchanges = options.windows, options.exchanges
+        self.windows = options.windows
 
     def choose(self, blocks: Sequence[str], count: int, divergences: Divergences) -> list[str]:
-        """Return the blocks without which the predictions were found to diverge least."""
-        costs = dict.fromkeys(blocks, 0.0)
-        return exchanged(greedy(costs, count, divergences), costs, divergences, self.exchanges)
-
-
-def greedy(costs: dict[str, float], count: int, divergences: Divergences, width: int = _WIDTH) -> list[str]:
-    """Return blocks in the order in which they go, each time the one without which the predictions diverge least.
-
-    Args:
-        costs: by name, by how much the divergence grew when a block was last tried beside others; kept up to date.
-        count: how many go.
-        divergences: measures trials.
-        width: how many blocks are tried beside others.
-    """
-    gone: list[str] = []
-    while len(gone) < count:
-        gone.append(_best_beside(gone, costs, divergences, width if gone else len(costs))[1])
-    return gone
-
-
-def exchanged(
-    gone: Sequence[str], costs: dict[str, float], divergences: Divergences, most: int, width: int = _WIDTH
-) -> list[str]:
-    """Return blocks after exchanges of one that goes for one that stays, as long as that gains.
-
-    Args:
-        gone: the names to begin with.
-        costs: as `greedy` left them.
-        divergences: measures trials.
-        most: how many exchanges are tried at most.
-        width: as there.
-    """
-    best, (lowest,) = [*gone], divergences([gone])
-    tried: set[str] = set()  # since the last gain
-    for _ in range(most):
-        rest = {fqn: [x for x in best if x != fqn] for fqn in best if fqn not in tried}
-        if not rest:
-            break
-        # The one that may come back is the one that the predictions miss most.
-        back = min(zip(divergences([*rest.values()]), rest, strict=True))[1]
-        found, other = _best_beside(rest[back], costs, divergences, width)
-        if found < lowest:
-            best, lowest, tried = [*rest[back], other], found, set()
-        else:
-            tried.add(back)
-    return best
-
-
-def _best_beside(
-    gone: Sequence[str], costs: dict[str, float], divergences: Divergences, width: int
-) -> tuple[float, str]:
-    """Return the block that is best dropped beside others, after the divergence without all of them."""
-    some = sorted((fqn for fqn in costs if fqn not in gone), key=lambda fqn: costs[fqn])[:width]
-    before, *found = divergences([gone, *([*gone, fqn] for fqn in some)])
-    costs |= {fqn: x - before for fqn, x in zip(some, found, strict=True)}
-    return min(zip(found, some, strict=True))
+        """Return blocks in the order in which they go."""
+        gone: list[str] = []
+        costs = dict.fromkeys(blocks, 0.0)  # by how much the divergence grew when each was last tried beside others
+        while len(gone) < count:
+            left = sorted((fqn for fqn in blocks if fqn not in gone), key=lambda fqn: costs[fqn])
+            some = left[:_WIDTH] if gone else left
+            before, *found = divergences([gone, *([*gone, fqn] for fqn in some)])
+            costs |= {fqn: x - before for fqn, x in zip(some, found, strict=True)}
+            gone.append(min(zip(found, some, strict=True))[1])
+        return gone
 
 
 @dataclass

@@ -25,7 +25,7 @@ from compressx.models.blockwise import Run, replaced_forwards, skipped
 from compressx.models.checkpoint import Checkpoint
 from compressx.models.streaming import open_streamed
 from compressx.planning.plan import PlannedDepth
-from compressx.pruners.depth import ShortGPT, exchanged, greedy
+from compressx.pruners.depth import Depth, Options, ShortGPT
 from compressx.testing import TINY_CONFIGS, tiny_model, tiny_tokens
 
 TOKENS = tiny_tokens()
@@ -314,26 +314,22 @@ def test_a_streamed_models_trials_are_those_of_the_loaded_one_and_read_it_once_a
     assert [read.count(fqn) for fqn in blocks] == [1, 1, 1]
 
 
-def test_greedy_takes_the_best_of_each_step_and_exchanges_find_what_it_missed() -> None:
-    """Of a table in which the best block alone is in no best pair."""
-    price = {"a": 1.0, "b": 2.0, "c": 3.0, "d": 4.0, "ab": 9.0, "ac": 8.0, "ad": 7.0, "bc": 3.5, "bd": 6.0, "cd": 6.5}
+def test_a_search_takes_the_best_of_each_step_of_those_that_cost_least_when_last_tried(monkeypatch: Any) -> None:
+    price = {"a": 1.0, "b": 2.0, "c": 3.0, "d": 4.0, "ab": 9.0, "ac": 8.0, "ad": 7.0}
     asked = list[str]()
 
     def divergences(trials: Any) -> list[float]:
         asked.extend("".join(sorted(x)) for x in trials)
         return [price.get("".join(sorted(x)), 0.0) for x in trials]
 
-    costs = dict.fromkeys("abcd", 0.0)
-    assert greedy(costs, 2, divergences) == ["a", "d"]
-    assert {*asked} == {"", *"abcd", "ab", "ac", "ad"}
-    for most, expected in ((1, "ad"), (2, "bd"), (3, "bc"), (8, "bc")):
-        assert "".join(sorted(exchanged(["a", "d"], {**costs}, divergences, most))) == expected
-    costs, asked[:] = dict.fromkeys("abcd", 0.0), []
-    assert greedy(costs, 2, divergences, width=2) == ["a", "c"], "of those that cost least alone"
-    assert {*asked} == {"", *"abcd", "ab", "ac"}
+    search = Depth(Options())
+    assert search.choose("abcd", 2, divergences) == ["a", "d"]
+    assert asked == ["", "a", "b", "c", "d", "a", "ab", "ac", "ad"]
+    monkeypatch.setattr("compressx.pruners.depth._WIDTH", 2)
+    assert search.choose("abcd", 2, divergences) == ["a", "c"]
 
 
-def test_no_exchange_of_one_block_for_another_betters_what_a_search_chose() -> None:
+def test_of_a_models_blocks_those_go_that_brute_force_finds_one_after_the_other() -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         config = AutoConfig.for_model("llama", **TINY_CONFIGS["llama"][1] | {"num_hidden_layers": 6})
@@ -344,9 +340,10 @@ def test_no_exchange_of_one_block_for_another_betters_what_a_search_chose() -> N
     assert scores == pytest.approx({fqn: by_definition(model, [fqn]) for fqn in depth.blocks}, rel=1e-4)
     assert len(chosen) == depth.pattern.dropped == 2
     assert [*chosen.values()] == pytest.approx([by_definition(model, [*chosen][: n + 1]) for n in range(2)], rel=1e-4)
-    every = {frozenset(pair): by_definition(model, pair) for pair in combinations(depth.blocks, 2)}
-    near = [value for pair, value in every.items() if pair & {*chosen}]
-    assert every[frozenset(chosen)] == min(near)
+    for step in range(2):
+        *before, own = [*chosen][: step + 1]
+        every = {fqn: by_definition(model, [*before, fqn]) for fqn in depth.blocks if fqn not in before}
+        assert own == min(every, key=lambda fqn: every[fqn])
     assert planned(model, {**THIRD, "pruner": "depth"}).scored(scores, chosen).dropped == tuple(chosen)
 
 
