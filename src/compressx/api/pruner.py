@@ -304,6 +304,8 @@ class DepthSearch(Protocol):
     """Chooses decoder blocks by trial, for rules with `pattern: blocks`.
 
     The host runs the model without the blocks that the pruner asks about; with a base, with the base's in their place.
+    Where the pruner has the attribute `solves = True`, and there is no base, the last linear of the block before those
+    that go is then solved for, so that it adds what they would have added.
 
     Attributes:
         windows: how many calibration windows trials run on, the first ones.

@@ -5,25 +5,39 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, chain
 from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from compressx.api.pruner import Block, DepthPruner, PruneResult, StreamStatistic
+from compressx.api.pruner import Block, DepthPruner, Linear, PruneResult, StreamStatistic
 from compressx.blocks.exchange import reduce_
 from compressx.blocks.fisher import ROW_WINDOWS, gradients, groups
-from compressx.blocks.observe import unchanged
+from compressx.blocks.observe import inputs_watched, unchanged
 from compressx.blocks.select import restored
 from compressx.models.access import Access
 from compressx.models.architecture import find_blocks, survey, text_config
 from compressx.models.arithmetic import products_in
-from compressx.models.blockwise import Keep, Run, capture, copy_shared_states, each_block, in_memory, run_around
+from compressx.models.blockwise import (
+    Keep,
+    Run,
+    advance,
+    capture,
+    copy_shared_states,
+    each_block,
+    in_memory,
+    run_around,
+    shared_states,
+)
 from compressx.models.shards import OUTSIDE
-from compressx.planning.plan import PlannedDepth
+from compressx.models.units import find_units
+from compressx.numerics.least_squares import Correction
+from compressx.numerics.obs import refused
+from compressx.planning.plan import Plan, PlannedDepth
 from compressx.runtime.errors import PluginError, UnsupportedModelError, blamed_on
 from compressx.runtime.finite import finite, refuse_damage
 from compressx.runtime.ranks import ALONE, Ranks
@@ -301,7 +315,10 @@ def decide_whole(block: Block, depth: PlannedDepth, names: Sequence[str]) -> dic
     for name in names:
         weight, bias = block.linears[name].held, block.linears[name].bias
         keep = torch.full(weight.shape, kept, device=weight.device)
-        results[name] = PruneResult(keep, info=info, bias=None if kept or bias is None else torch.zeros_like(bias))
+        new, share = depth.solved.get(name, (None, None))
+        figures = info if share is None else {**info, "missing": share}
+        bias = None if kept or bias is None else torch.zeros_like(bias)
+        results[name] = PruneResult(keep, new, info=figures, bias=bias)
     return results
 
 
@@ -347,3 +364,102 @@ def _refuse_remainder(block: Block, run: Run, state: Tensor) -> None:
             "blocks can be dropped where attention and feed-forward are added to the hidden states and nothing else is "
             "done to them. Prune neurons or kv-groups instead"
         )
+
+
+@torch.no_grad()
+def solved_beside(
+    access: Access, plan: Plan, batches: Sequence[Tensor], keep: Keep = in_memory, ranks: Ranks = ALONE
+) -> dict[str, tuple[Tensor, float]]:
+    """Solve the linear that ends each block before blocks that go, so that it adds what they would have added.
+
+    The blocks that stay run one after the other on what the ones before them, already solved, leave. Its
+    output is brought to the dense model's hidden states behind the blocks that go. An error at a token counts relative
+    to the norm of those: the next block begins by dividing by it.
+
+    Args:
+        access: as for `score_blocks`.
+        plan: with its blocks measured. Linears that other rules prune are left to them.
+        batches: as there.
+        keep: as there.
+        ranks: as there.
+
+    Returns:
+        By name of a linear, its new weight [out_features, in_features], and which share is left of what was missing.
+        Nothing of blocks whose last linear is not added to the hidden states as it is, such as those with a norm behind
+        it or with experts; nor of models whose blocks hand one another keys and values.
+    """
+    assert plan.depth is not None  # noqa: S101 - the caller has asked
+    found, dropped = survey(access.model), {*plan.dropped}
+    mine = {x.name for x in plan.linears if x.rule == plan.depth.rule and x.block not in dropped}
+    dense, calls = capture(access, found, batches, keep)
+    if any(map(shared_states, chain(*calls.values()))):
+        return {}
+    order, solved = list(found.blocks), dict[str, tuple[Tensor, float]]()
+    left = [keep(x.clone()) for x in dense]
+    entered = [keep(x.clone()) for x in dense]
+    last = max(order.index(fqn) for fqn in dropped)
+    previous: tuple[Block, list[Run]] | None = None
+    for block, runs in each_block(access, found, calls, order[: last + 1]):
+        advance(block.fqn, runs, dense)
+        if block.fqn not in dropped:
+            for before, x in zip(entered, left, strict=True):
+                before.copy_(x)
+            advance(block.fqn, runs, left)
+            previous = block, runs
+        elif previous is not None and (block.index == last or order[block.index + 1] not in dropped):
+            with access.materialise(previous[0].fqn):
+                solved |= _solved(access, *previous, mine, entered, dense, left, ranks)
+    return solved
+
+
+_DAMPING = 0.01
+"""Of the least squares."""
+
+_ROUNDING = 0.05
+"""By how much what is added may differ from the linear's product, relative, where products are of 8 bits."""
+
+
+def _solved(
+    access: Access, block: Block, runs: Sequence[Run], names: Collection[str], entered: Sequence[Tensor],
+    wanted: Sequence[Tensor], left: Sequence[Tensor], ranks: Ranks,
+) -> dict[str, tuple[Tensor, float]]:  # fmt: skip
+    """Solve a block's last linear, and advance `left` to what the block then gives; nothing where it has none."""
+    if (linear := _last_linear(block)) is None or linear.name not in names:
+        return {}
+    correction = Correction(linear.out_features, linear.in_features, linear.held.device)
+    inputs: list[Tensor] = []
+    wide = torch.promote_types(linear.held.dtype, torch.float32)
+
+    def tokens(x: Tensor) -> Tensor:
+        return to_device(x, access.device).flatten(0, -2).to(wide)
+
+    with inputs_watched({linear.name: linear}, lambda _, x: inputs.append(tokens(x))):
+        whole = runs[0](entered[0])
+        with restored([linear]) as (weight, *_):
+            weight.zero_()
+            added = tokens(whole - runs[0](entered[0]))
+        expected = inputs[0] @ linear.held.to(wide).T
+        if (added - expected).norm() > _ROUNDING * expected.norm():
+            return {}
+        for run, state, behind in zip(runs, entered, map(tokens, wanted), strict=True):
+            inputs.clear()
+            missing = behind - tokens(run(state))
+            correction.update(inputs[0], missing, 1 / behind.norm(dim=-1))
+    for tensor in (correction.gram, correction.cross, correction.missing):
+        ranks.all_reduce_(tensor)
+    with refused(linear.name):
+        change, share = correction.solved(_DAMPING)
+    new = (linear.held.double() + change).to(linear.held.dtype)
+    with restored([linear]):
+        linear.held.copy_(new)
+        advance(block.fqn, runs, entered, left)
+    return {linear.name: (new, share)}
+
+
+def _last_linear(block: Block) -> Linear | None:
+    """Return the linear that reads all feed-forward neurons of a block; None if there are several, or none."""
+    with suppress(UnsupportedModelError):
+        units = find_units("neurons", block)
+        names = [name for one in units for name, own in one.owners.items() if own.dim == 1]
+        return block.linears[names[0]] if len(names) == 1 else None
+    return None

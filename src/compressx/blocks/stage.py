@@ -7,6 +7,7 @@ import shutil
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from compressx.api.names import kind_of
 from compressx.api.patterns import allocated_form
 from compressx.api.pruner import AnyPruner, Block, DepthSearch, Linear, Statistic, statistic_of
 from compressx.api.record import BlockReport, LayerReport, RunReport, total_sparsity
-from compressx.blocks.depth import choose_blocks, refuse_needed
+from compressx.blocks.depth import choose_blocks, refuse_needed, solved_beside
 from compressx.blocks.fisher import FisherDiagonal, fisher_diagonal
 from compressx.blocks.observe import inputs_watched, is_routed
 from compressx.blocks.prune import hold_routers, prune_model
@@ -68,9 +69,24 @@ class ScoreBlocks(Stage):
         with state.loaded.at("prune", depth.rule.index):
             if state.base is None:
                 refuse_needed(state.access.model, state.plan.dropped)
+        if state.base is None and getattr(depth.rule.build_depth(), "solves", False):
+            self._solve(state)
         reached = {fqn: f" ({x:.3g} nats)" for fqn, x in store.chosen.items()}
         names = ", ".join(f"{fqn}{reached.get(fqn, '')}" for fqn in state.plan.dropped)
         state.note(f"{'dropped' if state.base is None else 'reverted'} blocks: {names}")
+
+    def _solve(self, state: RunState) -> None:
+        """Solve linears beside blocks that go; an interrupted run does so again, from the dense model."""
+        plan, folder = state.plan, f"depth-{state.ranks.rank}"
+        assert plan.depth is not None  # noqa: S101 - the caller has asked
+        if len(state.store.finished) == plan.pieces:
+            return
+        state.report_progress("calibrate", 0, 1, "solving beside dropped blocks")
+        with state.loaded.at("prune", plan.depth.rule.index):
+            keep = state.keep(folder, 3 * sum(map(len, state.mine)))
+            solved = solved_beside(state.calibrated, plan, state.mine, keep, state.ranks)
+        shutil.rmtree(state.store.blocks / folder, ignore_errors=True)
+        state.plan = replace(plan, depth=replace(plan.depth, solved=solved))
 
 
 class Sensitivities(Stage):

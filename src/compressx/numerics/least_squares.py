@@ -136,3 +136,53 @@ def _squares(rows: Tensor) -> Tensor:
 def _ratio(a: Tensor, b: Tensor) -> Tensor:
     """Divide, with 0 where there is nothing left to divide by."""
     return torch.where(b > 0, a / torch.where(b > 0, b, 1.0), 0.0)
+
+
+class Correction:
+    """The change of a weight that brings what it adds nearest to something else, by least squares.
+
+    Minimises sum_t w_t^2 ||r_t - C x_t||^2 over C, damped, where r_t is what is missing at token t, x_t the weight's
+    input, and w_t what an error there counts (ReplaceMe, arXiv 2505.02819, section 3.1, with the linear map merged into
+    the weight from the beginning).
+
+    Attributes:
+        gram: sum of w^2 x x^T, float64 [n, n].
+        cross: sum of w^2 r x^T, float64 [out_features, n].
+        missing: sum of w^2 ||r||^2, float64 [].
+    """
+
+    def __init__(self, out_features: int, in_features: int, device: torch.device) -> None:
+        self.gram = torch.zeros(in_features, in_features, dtype=torch.float64, device=device)
+        self.cross = torch.zeros(out_features, in_features, dtype=torch.float64, device=device)
+        self.missing = torch.zeros((), dtype=torch.float64, device=device)
+
+    def update(self, inputs: Tensor, missing: Tensor, counts: Tensor) -> None:
+        """Take in tokens.
+
+        Args:
+            inputs: x [tokens, n].
+            missing: r [tokens, out_features].
+            counts: w [tokens].
+        """
+        dtype = torch.promote_types(inputs.dtype, torch.float32)
+        x, r = (tensor.to(dtype) * counts.to(dtype)[:, None] for tensor in (inputs, missing))
+        self.gram += x.T @ x
+        self.cross += r.T @ x
+        self.missing += r.square().sum(dtype=torch.float64)
+
+    def solved(self, damping: float) -> tuple[Tensor, float]:
+        """Return the change C, float64 [out_features, n], and which share of `missing` is left.
+
+        Args:
+            damping: fraction of the mean diagonal of `gram` that is added to it.
+
+        Raises:
+            NotPositiveDefiniteError: an entry is not finite.
+        """
+        if not (all_finite(self.gram) and all_finite(self.cross)):
+            raise NotPositiveDefiniteError(NOT_FINITE_HESSIAN)
+        damped = self.gram.clone()
+        damp_(damped, damping)
+        change = torch.cholesky_solve(self.cross.T, torch.linalg.cholesky(damped)).T
+        left = self.missing - 2 * (change * self.cross).sum() + ((change @ self.gram) * change).sum()
+        return change, float(left / self.missing.clamp_min(torch.finfo(torch.float64).tiny))

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from pydantic import BaseModel
+from torch import Tensor
 
 from compressx.api.patterns import Asked, Structured, allocated_form, drop_lowest
 from compressx.api.pruner import AnyPruner, DepthPruner, DepthSearch, PrunerSpec
@@ -145,6 +146,8 @@ class PlannedDepth:
         scores: of each of them, by name; empty until the blocks are measured.
         chosen: the names of those that a search lets go, in its order, each with the divergence of the predictions
             without it and those before it, in nats; empty where those of the lowest scores go.
+        solved: by name, linears of blocks that stay whose weights were solved for anew [out_features, in_features],
+            each with the share that is left of what was missing in their block's output.
     """
 
     rule: PlannedRule
@@ -152,6 +155,7 @@ class PlannedDepth:
     blocks: tuple[str, ...]
     scores: Mapping[str, float] = field(default_factory=dict)
     chosen: Mapping[str, float] = field(default_factory=dict)
+    solved: Mapping[str, tuple[Tensor, float]] = field(default_factory=dict)
 
     @property
     def dropped(self) -> tuple[str, ...]:

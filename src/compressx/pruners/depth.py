@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
-from pydantic import BaseModel, Field, StrictInt
+from pydantic import BaseModel, Field, StrictBool, StrictInt
 from torch import Tensor
 
 from compressx import Block, Divergences, NoOptions, PrunerSpec, hookimpl
@@ -25,13 +25,17 @@ class Options(BaseModel):
     """The options of `depth`."""
 
     windows: StrictInt = Field(8, ge=1, description="calibration windows that trials run on, the first ones")
+    solve: StrictBool = Field(
+        True,
+        description="solve the down projection before blocks that go anew, so that it adds what they would have added",
+    )
 
 
 class Depth:
     """Drops one block after the other, each time the one without which the predictions diverge least."""
 
     def __init__(self, options: Options) -> None:
-        self.windows = options.windows
+        self.windows, self.solves = options.windows, options.solve
 
     def choose(self, blocks: Sequence[str], count: int, divergences: Divergences) -> list[str]:
         """Return blocks in the order in which they go."""

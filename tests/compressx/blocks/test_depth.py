@@ -16,7 +16,7 @@ from tests.compressx.processes import in_two, joined
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from compressx import PluginError, PrunerSpec, UnsupportedModelError
-from compressx.blocks.depth import Trials, choose_blocks, score_blocks
+from compressx.blocks.depth import Trials, choose_blocks, score_blocks, solved_beside
 from compressx.blocks.fisher import divergences, gradients
 from compressx.blocks.prune import prune_model
 from compressx.models.access import InMemory
@@ -24,7 +24,7 @@ from compressx.models.architecture import find_blocks, survey
 from compressx.models.blockwise import Run, replaced_forwards, skipped
 from compressx.models.checkpoint import Checkpoint
 from compressx.models.streaming import open_streamed
-from compressx.planning.plan import PlannedDepth
+from compressx.planning.plan import Plan, PlannedDepth
 from compressx.pruners.depth import Depth, Options, ShortGPT
 from compressx.testing import TINY_CONFIGS, tiny_model, tiny_tokens
 
@@ -377,3 +377,46 @@ def test_two_processes_choose_by_the_text_of_both(tmp_path: Path) -> None:
     one, other = in_two(_chosen_by_two, tmp_path, start="fork")
     scores, chosen = choose_blocks(InMemory(model), depth, BATCHES)
     assert one == other == (pytest.approx(scores, rel=1e-6), pytest.approx(chosen, rel=1e-6))
+
+
+def without(model: Any, *gone: str) -> Plan:
+    """Return a plan in which these blocks of a model go."""
+    plan = planned(model, THIRD | {"pruner": "depth", "sparsity": len(gone) / 3})
+    return plan.scored({}, dict.fromkeys(gone, 0.0))
+
+
+@pytest.mark.parametrize(("architecture", "last"), [("llama", "mlp.down_proj"), ("gpt2", "mlp.c_proj"), ("opt", "fc2")])
+@pytest.mark.parametrize("first", [1, 2])
+def test_the_block_before_those_that_go_adds_what_least_squares_says_they_would_have_added(architecture, last, first):
+    model = tiny_model(architecture).double()
+    blocks, dense = find_blocks(model), {n: x.clone() for n, x in model.state_dict().items()}
+    home, gone = [*blocks][first - 1], [*blocks][first : first + 2]
+    (name, (weight, share)), *others = solved_beside(InMemory(model), without(model, *gone), BATCHES).items()
+    assert (name, others) == (f"{home}.{last}", [])
+    assert all(torch.equal(x, dense[n]) for n, x in model.state_dict().items())
+    seen: list[torch.Tensor] = []
+    hook = model.get_submodule(name).register_forward_pre_hook(lambda _, args: seen.append(args[0].flatten(0, -2)))
+    after = [states[1].flatten(0, 1) for states in hidden_states(model)]
+    hook.remove()
+    counts = 1 / after[first + len(gone) - 1].norm(dim=1, keepdim=True)
+    missing = (after[first + len(gone) - 1] - after[first - 1]) * counts
+    x = seen[0] * counts
+    power = (x.T @ x).diagonal()
+    damping = 0.01 * power[power > 0].mean()  # some neurons of a ReLU are never on
+    change = torch.linalg.solve(x.T @ x + damping * torch.eye(x.shape[1]), x.T @ missing).T
+    linear = survey(model).linears[name]
+    torch.testing.assert_close(weight, linear.held + change, rtol=1e-6, atol=1e-8)
+    left = (missing - x @ change.T).square().sum() / missing.square().sum()
+    assert share == pytest.approx(float(left), rel=1e-6)
+    assert share < 1
+
+
+def test_no_linear_is_solved_that_is_not_added_as_it_is_or_that_another_rule_prunes():
+    assert solved_beside(InMemory(model := tiny_model("gemma3")), without(model, "model.layers.1"), BATCHES) == {}
+    assert solved_beside(InMemory(model := tiny_model("mixtral")), without(model, "model.layers.1"), BATCHES) == {}
+    assert solved_beside(InMemory(model := gemma4()), without(model, [*find_blocks(model)][1]), BATCHES) == {}
+    model = tiny_model("llama")
+    assert solved_beside(InMemory(model), without(model, "model.layers.0"), BATCHES) == {}  # there is none before it
+    magnitude = {"targets": ["*.down_proj"], "pruner": "magnitude", "sparsity": 0.5}
+    plan = planned(model, THIRD | {"pruner": "depth"}, magnitude).scored({}, {"model.layers.1": 0.0})
+    assert solved_beside(InMemory(model), plan, BATCHES) == {}

@@ -4,7 +4,7 @@ import pytest
 import torch
 from tests.compressx.numerics.problems import damped, problem, squares
 
-from compressx.numerics.least_squares import Metric, solve
+from compressx.numerics.least_squares import Correction, Metric, solve
 
 
 def test_a_metric_is_the_damped_hessian_with_a_unit_diagonal():
@@ -73,3 +73,24 @@ def test_a_change_that_the_inputs_do_not_see_costs_nothing_and_never_less():
     costs = [metric.squares(metric.scaled(change[None]))[0][1] for change in unseen]
     assert min(costs) >= 0.0
     assert max(costs) < 1e-3 * metric.squares(metric.scaled(weight))[0][1]
+
+
+def test_a_correction_is_the_weighted_least_squares_change_and_says_what_it_leaves():
+    _, x = problem()
+    tokens, n = x.shape
+    drawn = torch.Generator().manual_seed(1)
+    missing = torch.randn(tokens, 6, generator=drawn, dtype=torch.float64) + x[:, :6]
+    counts = torch.rand(tokens, generator=drawn, dtype=torch.float64) + 0.1
+    correction = Correction(6, n, torch.device("cpu"))
+    for part in torch.arange(tokens).split(7):
+        correction.update(x[part], missing[part], counts[part])
+    change, left = correction.solved(0.01)
+    added = (0.01 * (x * counts[:, None]).square().sum(dim=0).mean()).sqrt() * torch.eye(n)
+    inputs = torch.cat([x * counts[:, None], added])
+    expected = torch.linalg.lstsq(inputs, torch.cat([missing * counts[:, None], torch.zeros(n, 6)])).solution.T
+    torch.testing.assert_close(change, expected, rtol=1e-7, atol=1e-9)
+    squares_left = ((missing - x @ change.T) * counts[:, None]).square().sum()
+    assert left == pytest.approx(float(squares_left / (missing * counts[:, None]).square().sum()), rel=1e-6)
+    nothing, whole = Correction(6, n, torch.device("cpu")).solved(0.01)
+    assert not nothing.any()
+    assert whole == 0

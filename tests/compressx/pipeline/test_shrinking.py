@@ -183,6 +183,17 @@ def test_a_dropped_block_and_what_else_goes(model):
         apply_masks(Path("third/masks.safetensors"), source_of("third"), Path("applied"))
 
 
+def test_the_smaller_model_has_the_weights_that_were_solved_beside_the_block_that_goes(model):
+    rule = {**THIRD, "pruner": "depth", "targets": [{"layers": "1-2"}], "sparsity": 0.5}
+    report = run(recipe(model, rule, output="solved", **SHRINK))
+    run(recipe(model, {**rule, "options": {"solve": False}}, output="plain", **SHRINK))
+    solved, plain = weights("solved/model"), weights("plain/model")
+    changed = {name for name, x in plain.items() if not torch.equal(x, solved[name])}
+    assert [name.split(".", 3)[3] for name in changed] == ["mlp.down_proj.weight"]
+    (layer,) = (x for x in report.layers if "missing" in x.info)
+    assert 0 < layer.info["missing"] < 1
+
+
 def test_a_shrunk_model_can_be_pruned_and_shrunk_again(model):
     run(recipe(model, NEURONS, **SHRINK, output="first"))
     report = run(recipe(model, {**NEURONS, "multiple": 1}, **SHRINK) | {"model": {"path": "first/model"}})
