@@ -58,7 +58,7 @@ def test_a_recipe_plans_every_linear_of_the_real_model(project: Path, monkeypatc
             assert not planned.linears, path
             continue
         alone = path.stem.startswith("qk-")  # query and key, and nothing else
-        taken = 2 if alone else 3 if path.stem == "shrink-20" else 7  # which prunes neurons alone
+        taken = 2 if alone else 3 if path.stem in ("shrink-20", "widths-20") else 7  # neurons alone
         assert len(planned.linears) == 30 * taken, path
         assert {rule.index for rule in planned.rules} == {linear.rule.index for linear in planned.linears}, path
         outside = {name for name in planned.skipped if not name.startswith("model.layers.")}
