@@ -177,6 +177,20 @@ class DrawsDepth(Depth):
         return float(torch.rand(()))
 
 
+class Search(Depth):
+    observe_block = score_block = None  # type: ignore[assignment]
+    windows = 6
+
+    def choose(self, blocks, count, divergences):
+        costs = dict(zip(blocks, divergences([[fqn] for fqn in blocks]), strict=True))
+        return sorted(blocks, key=lambda fqn: costs[fqn])[:count]
+
+
+class DrawsSearch(Search):
+    def choose(self, blocks, count, divergences):
+        return [blocks[i] for i in torch.randperm(len(blocks))[:count]]
+
+
 class LastBatch(Depth):
     def observe_block(self, block):
         class Last(Change):
@@ -198,6 +212,8 @@ class ChangesBlocks(Depth):
     [
         (Depth, None),
         (DrawsDepth, "with other global seeds, gave others"),
+        (Search, None),
+        (DrawsSearch, "with other global seeds, gave others"),
         (LastBatch, "not an average of batches"),
         (ChangesBlocks, "was changed; a pruner returns new weights"),
     ],
