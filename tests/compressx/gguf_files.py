@@ -17,7 +17,7 @@ LICENSE = "apache-2.0"
 
 def write_gguf(
     path: Path, seed: int = 0, *, rows: int | None = None, keys: Mapping[str, Any] | None = None,
-    tensors: Mapping[str, np.ndarray] | None = None,
+    tensors: Mapping[str, np.ndarray] | None = None, scale: float = 1.0,
 ) -> Path:  # fmt: skip
     """Write the file, with weights by the seed; norms are float32, everything else is Q4_0.
 
@@ -27,6 +27,7 @@ def write_gguf(
         rows: of the embedding and the head, of which only the first have a token; as many as tokens when absent.
         keys: further metadata, or in place of the model's own; one of None is left out.
         tensors: further ones, in float32.
+        scale: standard deviation of the weights.
     """
     tokens = ["<s>", "</s>", *map(chr, range(ord("a"), ord("z") + 1)), "ab", "cd", "Ġ", "."]
     writer = GGUFWriter(path, "llama")
@@ -57,7 +58,7 @@ def write_gguf(
     drawn = np.random.default_rng(seed)
     kind = GGMLQuantizationType.Q4_0
     for name, shape in shapes.items():
-        stored = quants.quantize(drawn.normal(size=shape).astype(np.float32), kind)
+        stored = quants.quantize(drawn.normal(scale=scale, size=shape).astype(np.float32), kind)
         writer.add_tensor(f"{name}.weight", stored, raw_dtype=kind)
     for name in ("output_norm", *(f"blk.{i}.{x}_norm" for i in range(BLOCKS) for x in ("attn", "ffn"))):
         writer.add_tensor(f"{name}.weight", np.ones(WIDTH, np.float32))

@@ -151,6 +151,13 @@ class Like:
         """As llama.cpp calls it."""
         return str(self.values["general.architecture"])
 
+    @property
+    def of_each_block(self) -> list[str]:
+        """Keys with a number for each block, which a file of `deci` has as well, and compressx changes there alone."""
+        start, depth = f"{self.architecture}.", self.values.get(f"{self.architecture}.block_count")
+        found = [key for key, x in self.values.items() if key.startswith(start) and x == f"{depth} entries"]
+        return [] if self.architecture == "deci" else found
+
     def largest(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes by name, of blocks the largest of any by the name after the block's number."""
         found: dict[str, tuple[int, ...]] = {}
@@ -501,15 +508,13 @@ class _Layout:
         Raises:
             UnsupportedModelError: the like file has numbers for each block, and blocks were cut or left out.
         """
-        like, config, old = self.like, self.config, f"{self.like.architecture}."
+        like, config = self.like, self.config
         shapes = {x.name: x.shape for x in tensors}
-        depth = like.values[f"{old}block_count"]
-        each = [key for key, x in like.values.items() if key.startswith(old) and x == f"{depth} entries"]
-        if each and architecture != "deci":
-            if len(parts) != depth or any(shapes[name] != shape for name, shape in like.shapes.items()):
+        if each := like.of_each_block:
+            if any(shapes.get(name) != shape for name, shape in like.shapes.items()):
                 raise UnsupportedModelError(
                     f"format gguf: {each[0]} of {like.path} has a number for each block, which compressx does not "
-                    "change; export the model with all of its blocks and widths, or another format"
+                    "change; export a model with all of its blocks and widths, or another format"
                 )
             return {}
         found: dict[str, Any] = {"block_count": len(parts)}
@@ -549,8 +554,11 @@ def write(access: Access, like: Like, kind: str, path: Path) -> str:
             return packed
 
     refuse_foreign(access.model, like)
-    architecture, parts = parts_of(access, like.architecture)
-    layout = _Layout(access.model, like, architecture)
+    architecture, parts = like.architecture, [Part(fqn) for fqn in find_blocks(access.model)]
+    if not like.of_each_block:
+        architecture, parts = parts_of(access, like.architecture)
+    with access.materialise(OUTSIDE):  # where a streamed model has its head tied
+        layout = _Layout(access.model, like, architecture)
     tensors = layout.written(parts, kind)
     changed = layout.numbers(architecture, parts, tensors)
     with written_whole(path) as beside, contextlib.closing(Writer(beside, architecture)) as writer:

@@ -18,12 +18,13 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.compressx.gguf_files import ARCHITECTURES, tiny_of, write_like
-from tests.compressx.llama_cpp import log_probabilities
+from tests.compressx.llama_cpp import PROMPT, agrees, log_probabilities
 from tests.conftest import SMOLLM2
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from compressx.models import gguf_header
 from compressx.models.access import InMemory
+from compressx.models.architecture import survey
 from compressx.models.checkpoint import Checkpoint, find_checkpoint
 from compressx.models.gguf_export import (
     FEWER_HEADS,
@@ -58,9 +59,6 @@ def test_norms_and_routers_stay_in_float_and_the_output_matrix_in_eight_bits():
     assert stored_type("output.weight", (128, 64), "Q5_0", tied=False) == "Q8_0"
 
 
-PROMPT = [10, 20, 30, 40, 50, 60, 11, 12]
-
-
 def like_of(folder: Path, model: Any, architecture: str, **keys: Any) -> Path:
     path = folder / f"like-{architecture}.gguf"
     return write_like(path, model, architecture, {**ARCHITECTURES[architecture][2], **keys})
@@ -73,22 +71,6 @@ def exported(folder: Path, model: Any, architecture: str, kind: str = "F16") -> 
 
 def read(path: Path) -> Any:
     return load_model(Checkpoint(str(path.parent), path.name))
-
-
-def agrees(model: Any, path: Path, prompt: Sequence[int] = PROMPT) -> bool:
-    """Compare llama.cpp's log-probabilities of 32 tokens with the model's: 1e-2 on average by the model's own.
-
-    llama.cpp rounds activations to float16, which moves the least likely tokens most.
-    """
-    tokens, found = log_probabilities(path, [*prompt], model.config.vocab_size)
-    with torch.no_grad():
-        logits = model(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
-    own = torch.log_softmax(logits.float(), dim=-1)
-    listed = ~found.isnan()
-    away = (found - own).nan_to_num(0).abs()
-    assert len(tokens) == 32
-    assert int(listed.sum(dim=1).min()) == min(model.config.vocab_size, 512)
-    return float((own.exp() * away).sum(dim=1).max()) < 1e-2 and float(away.max()) < 5e-2
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -146,6 +128,20 @@ def test_units_that_are_zeros_are_not_written(architecture: str, cut: str, tmp_p
     assert agrees(model, path)
 
 
+@pytest.mark.parametrize(("family", "neurons"), [("gpt2", "224 neurons"), ("phi3", "64 neurons"), ("lfm2", None)])
+def test_neurons_of_zeros_are_left_out_of_other_families_unless_each_block_has_numbers(
+    family: str, neurons: str | None, tmp_path: Path
+):
+    model = tiny_of(family)
+    found = survey(model)
+    for name, linear in found.linears.items():
+        if name.rpartition(".")[2] in {"c_proj", "down_proj", "w2"} and ".attn." not in name:
+            linear.held[:, :40] = 0
+    path, told = exported(tmp_path, model, family)
+    assert told == ", ".join(filter(None, [family, "3 blocks", neurons]))
+    assert agrees(model, path)
+
+
 def test_blocks_of_one_width_get_that_of_the_widest_and_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     model = tiny_of("gemma2")
     zero(model, 0, range(40), (1,))
@@ -192,14 +188,18 @@ def test_each_type_is_read_back_as_close_as_its_bits_allow(kind: str, tmp_path: 
     assert len(tokens) == 32
 
 
-def test_a_streamed_model_gives_the_same_file(tmp_path: Path):
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_streamed_model_gives_the_same_file(tied: bool, tmp_path: Path):
     model = tiny_of("llama")
+    model.config.tie_word_embeddings = tied
+    model.tie_weights()
     zero(model, 0, range(64), (1,))
     model.save_pretrained(tmp_path / "model")
     like = Like.read(like_of(tmp_path, model, "llama"), None)
     write(InMemory(model), like, "Q8_0", tmp_path / "memory.gguf")
     write(open_streamed(Checkpoint(str(tmp_path / "model"))), like, "Q8_0", tmp_path / "streamed.gguf")
     assert (tmp_path / "memory.gguf").read_bytes() == (tmp_path / "streamed.gguf").read_bytes()
+    assert ("output.weight" in gguf_header.shapes_of(tmp_path / "memory.gguf")) != tied
 
 
 def test_metadata_and_tokenizer_are_the_like_files(tmp_path: Path):
@@ -266,6 +266,21 @@ def test_a_damaged_like_file_is_refused_or_used_and_nothing_else(place: float, v
         with contextlib.suppress(CompressxError):
             write(InMemory(model), Like.read(like, None), "Q8_0", folder / "x.gguf")
             assert read(folder / "x.gguf")
+
+
+@settings(max_examples=60)
+@given(changes=st.lists(st.tuples(st.floats(0, 1), st.integers(0, 255)), min_size=1, max_size=2))
+def test_a_damaged_file_of_own_widths_is_refused_or_read_and_nothing_else(changes: list[tuple[float, int]]):
+    with tempfile.TemporaryDirectory() as name:
+        folder, model = Path(name), copy.deepcopy(_TINY)
+        zero(model, 0, range(64), (1,))
+        path, _ = exported(folder, model, "llama")
+        data = bytearray(path.read_bytes())
+        for place, value in changes:
+            data[int(place * (data.find(b"blk.2.ffn_norm") + 60))] = value
+        path.write_bytes(data)
+        with contextlib.suppress(CompressxError):
+            read(path)
 
 
 _TINY = tiny_of("llama")

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from tests.compressx.cli.commands import printed, refused
 from tests.compressx.gguf_files import tiny_of, write_gguf, write_like
+from tests.compressx.llama_cpp import agrees
+from transformers import AutoModelForCausalLM
 
 from compressx import CompressxError, plan, run
 from compressx.models import gguf_header
@@ -20,7 +22,7 @@ from compressx.testing.models import save_tiny_model, tiny_text
 def dense(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     Path("text.txt").write_text("a b c d e f g ab cd . " * 60)
-    return write_gguf(tmp_path / "dense.gguf")
+    return write_gguf(tmp_path / "dense.gguf", scale=0.15)
 
 
 def recipe(model: Path | str, **values: Any) -> dict[str, Any]:
@@ -102,3 +104,47 @@ def test_a_streamed_run_writes_the_file_and_says_that_it_was_not_measured(
     log = Path("out/run.log").read_text()
     assert "gguf: llama, 3 blocks, 64 neurons, 2 key/value groups" in log
     assert "gguf: not measured, since model.gguf would have to be read whole" in log
+
+
+@pytest.mark.parametrize(
+    ("pattern", "told"),
+    [
+        ("neurons", "llama, 2 blocks, 64 neurons, 4 key/value groups"),
+        ("kv-groups", "llama, 2 blocks, 96 neurons, 2 key/value groups"),
+        ("blocks", "llama, 1 blocks, 96 neurons, 4 key/value groups"),
+    ],
+)
+def test_llama_cpp_computes_what_the_smaller_model_of_a_run_does(dense: Path, pattern: str, told: str):
+    pruned = {"targets": ["*"], "pruner": "shortgpt" if pattern == "blocks" else "magnitude", "pattern": pattern,
+              "sparsity": 0.5 if pattern != "neurons" else 0.4}  # fmt: skip
+    written = [{"format": "gguf", "options": {"type": "F16"}}, "safetensors"]
+    text = {"dataset": {"text": "text.txt"}, "samples": 2, "sequence_length": 16}
+    run(recipe(dense, prune=[pruned], shrink=True, export=written, calibration=text, evaluate=None))
+    assert f"gguf: {told}" in Path("out/run.log").read_text()
+    model = AutoModelForCausalLM.from_pretrained("out/model").eval()
+    assert agrees(model, Path("out/exports/gguf/model.gguf"), [5, 6, 7, 8, 9])
+
+
+def test_widths_that_an_allocation_gave_each_block_are_written(dense: Path):
+    pruned = {"targets": ["*.mlp.*"], "pruner": "magnitude", "pattern": "neurons"}
+    text = {"dataset": {"text": "text.txt"}, "samples": 4, "sequence_length": 16}
+    allocation = {"method": "divergence", "target": 0.5}
+    run(
+        recipe(
+            dense,
+            prune=[pruned],
+            allocation=allocation,
+            calibration=text,
+            evaluate=None,
+            export=["safetensors", "gguf"],
+        )
+    )
+    model = AutoModelForCausalLM.from_pretrained("out/model").eval()
+    alive = [int((x.mlp.down_proj.weight != 0).any(dim=0).sum()) for x in model.model.layers]
+    path = Path("out/exports/gguf/model.gguf")
+    shapes = gguf_header.shapes_of(path)
+    assert [shapes[f"blk.{i}.ffn_up.weight"][0] for i in (0, 1)] == alive
+    assert alive[0] != alive[1]
+    assert gguf_header.values_of(path)["general.architecture"] == "deci"
+    printed("export", "out", "--type", "F16", "-o", "f16.gguf")
+    assert agrees(model, Path("f16.gguf"), [5, 6, 7, 8, 9])
