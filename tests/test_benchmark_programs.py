@@ -12,6 +12,7 @@ from typing import TypeAlias
 
 import pytest
 import torch
+from tests.compressx.gguf_files import write_gguf
 from tests.compressx.saved import save_tiny
 
 pytestmark = pytest.mark.slow
@@ -158,3 +159,33 @@ def test_plan_time_holds_each_stage_and_the_peak_against_a_run(model, text, tmp_
     stages = {name.strip(): float(ratio) for _, name, *_, ratio in found}
     assert {"load", "prune", "memory, GB"} <= set(stages)
     assert 0.5 < stages["memory, GB"] < 1.5
+
+
+def test_smaller_files_weighs_bytes_speed_and_perplexity_of_every_file(tmp_path, text, benchmark):
+    like = write_gguf(tmp_path / "like.gguf")
+    letters = tmp_path / "letters.txt"
+    letters.write_text("ab cd. " * 400)
+    asked = ("--texts", f"letters={letters}", "--samples", 2, "--length", 32, "--rounds", 1, "--threads", 1)
+    asked = (*asked, "--prompt-tokens", 8, "--new-tokens", 4, "--output", tmp_path / "out")
+    files = ("--models", f"dense={like}", "--types", "F16", "Q8_0", "--files", f"like={like}")
+    printed = cells(benchmark("smaller_files", *files, *asked))
+    measured = {(r["model"], r["type"]): r for r in rows(tmp_path / "out" / "smaller.csv")}
+    assert [*measured] == [("dense", "F16"), ("dense", "Q8_0"), ("like", "as it is")]
+    for (name, kind), row in measured.items():
+        file = like if name == "like" else tmp_path / "out" / f"{name}-{kind}.gguf"
+        assert int(row["bytes"]) == file.stat().st_size
+        assert float(row["times decode"]) > 0
+        assert float(row["letters"]) > 1
+    assert int(measured["dense", "Q8_0"]["bytes"]) < int(measured["dense", "F16"]["bytes"])
+    assert measured["dense", "F16"]["times prefill"] == "1.0"
+    assert any("like" in name for name in printed)
+    assert "perplexity, letters" in (tmp_path / "out" / "smaller.svg").read_text()
+
+
+def test_the_front_of_smaller_files_is_what_no_other_file_beats():
+    front = importlib.import_module("smaller_files").front
+    made = [
+        {"bytes": b, "decode": d, "t": t} for b, d, t in ((9, 1.0, 5.0), (5, 2.0, 6.0), (6, 1.5, 7.0), (4, 3.0, 8.0))
+    ]
+    assert [r["bytes"] for r in front(made, "bytes", higher=False, text="t")] == [4, 5, 9]
+    assert [r["decode"] for r in front(made, "decode", higher=True, text="t")] == [3.0, 2.0, 1.0]
