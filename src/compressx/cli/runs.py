@@ -54,8 +54,8 @@ def run(
         )  # fmt: skip
     if not quiet:
         terminal.show(*sections(report))
-        if report.layers and not report.shrink:
-            click.echo(tables.full_size(loaded.recipe.output, own_widths=loaded.recipe.own_widths))
+        if report.layers and (told := tables.full_size(loaded.recipe.output, loaded.recipe)):
+            click.echo(told)
         click.echo(f"written to {loaded.recipe.output}")
 
 
@@ -98,8 +98,8 @@ def plan(
         click.echo(json.dumps({**state.plan.to_dict(), **sizes.to_dict(), **time}, indent=1))
         return
     terminal.show(*tables.of_plan(state.plan, every=every), *tables.of_sizes(sizes), *tables.of_time(measured))
-    if state.plan.linears and not loaded.recipe.shrink:
-        click.echo(tables.full_size(loaded.recipe.output, own_widths=loaded.recipe.own_widths))
+    if state.plan.linears and (told := tables.full_size(loaded.recipe.output, loaded.recipe)):
+        click.echo(told)
 
 
 @click.command(epilog="Example: compressx schema > recipe.schema.json")

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from compressx.pipeline.timed import RunTime
     from compressx.planning.plan import Plan
     from compressx.prompts.answer import Answer
+    from compressx.recipe.schema import Recipe
 
 _COSTS = (Column("tokens", "d"), Column("seconds", ".2f"), Column("peak GiB", ".2f"))
 _SPARSITY = Column("sparsity", ".2%")
@@ -36,8 +37,12 @@ _SPECTRA = (
 )  # fmt: skip
 
 
-def full_size(folder: object = "OUTPUT", *, own_widths: bool = False) -> str:
-    """Say that zeros are stored, and what makes what is stored smaller."""
+def full_size(folder: object = "OUTPUT", recipe: Recipe | None = None) -> str:
+    """Say that zeros are stored, and what makes that smaller; empty where a recipe did it, or keeps no `model/`."""
+    own_widths = recipe is not None and recipe.own_widths
+    formats = ["safetensors"] if recipe is None else [export.format for export in recipe.export]
+    if (recipe and recipe.shrink) or "safetensors" not in formats or (own_widths and "gguf" in formats):
+        return ""
     stored = f"files are as large as the dense model's: compressx {{}} {shlex.quote(str(folder))}"
     if own_widths:
         return f"{stored.format('export')} --format gguf writes a smaller one, in which each block has its own width"

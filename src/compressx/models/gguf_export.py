@@ -11,6 +11,7 @@ import itertools
 import logging
 import math
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,12 +44,6 @@ KINDS: tuple[str, ...] = get_args(Kind)
 ROW = 32
 """Weights of a row that Q8_0 to Q4_1 store together: other rows stay in float16."""
 
-_FILE_TYPES = dict(zip(KINDS, (1, 32, 7, 8, 9, 2, 3), strict=True))
-_BLOCK_BYTES: Mapping[str, tuple[int, int]] = {
-    "F32": (1, 4), "F16": (1, 2), "BF16": (1, 2), "Q8_0": (ROW, 34), "Q5_0": (ROW, 22), "Q5_1": (ROW, 24),
-    "Q4_0": (ROW, 18), "Q4_1": (ROW, 20),
-}  # fmt: skip
-"""Weights that are stored together, and their bytes, scales included."""
 _IN_FLOAT = re.compile(r"norm|ffn_gate_inp|position_embd|token_types|conv")
 
 FEWER_HEADS = {"llama", "qwen2", "qwen3", "gemma2", "gemma3", "deci"}
@@ -63,7 +58,7 @@ _SAME = ("vocab_size", "hidden_size", "rope_parameters", "sliding_window", "rms_
          "layer_norm_epsilon", "norm_epsilon", "norm_eps", "attn_logit_softcapping",
          "final_logit_softcapping")  # fmt: skip
 """What a config says and llama.cpp takes from the metadata."""
-_BLOCK_OF = re.compile(r"blk\.(\d+)\.(.*)")
+_BLOCK_OF = re.compile(r"^blk\.(\d+)\.")
 
 _MOST = 65504.0
 """The largest float16: of values, and of scales of Q8_0 to Q4_1."""
@@ -85,7 +80,7 @@ def stored_type(name: str, shape: Sequence[int], kind: str, *, tied: bool) -> st
     """
     if len(shape) == 1 or _IN_FLOAT.search(name):
         return "F32"
-    if shape[-1] % _BLOCK_BYTES[kind][0]:
+    if kind[0] == "Q" and shape[-1] % ROW:
         return "F16"
     output = name == ("token_embd.weight" if tied else "output.weight")
     return "Q8_0" if output and kind[:2] in {"Q4", "Q5"} else kind
@@ -93,8 +88,10 @@ def stored_type(name: str, shape: Sequence[int], kind: str, *, tied: bool) -> st
 
 def stored_bytes(shape: Sequence[int], stored: str) -> int:
     """Return the bytes of a tensor in a file, without those to the next multiple of 32, where the next one begins."""
-    weights, size = _BLOCK_BYTES[stored]
-    return math.prod(shape) // weights * size
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    weights, size = GGML_QUANT_SIZES[GGMLQuantizationType[stored]]
+    return math.prod(shape) // int(weights) * int(size)
 
 
 class GgufOptions(BaseModel):
@@ -143,8 +140,13 @@ class Like:
                 "format gguf takes metadata and tokenizer from a GGUF file of the dense model; name it as like: FILE "
                 "under options, or after --like; llama.cpp's convert_hf_to_gguf.py makes it from the model's folder"
             )
+        if path.expanduser().is_dir():
+            raise ArtifactError(f"like: {path} is a folder; give a GGUF file of the dense model")
         path = find_local(path)
-        return cls(path, gguf_header.values_of(path), gguf_header.shapes_of(path))
+        values = gguf_header.values_of(path)
+        if not str(values.get("tokenizer.ggml.tokens")).endswith(" entries"):
+            raise ArtifactError(f"{path} has no tokenizer.ggml.tokens, which llama.cpp needs; give another like file")
+        return cls(path, values, gguf_header.shapes_of(path))
 
     @property
     def architecture(self) -> str:
@@ -157,15 +159,6 @@ class Like:
         start, depth = f"{self.architecture}.", self.values.get(f"{self.architecture}.block_count")
         found = [key for key, x in self.values.items() if key.startswith(start) and x == f"{depth} entries"]
         return [] if self.architecture == "deci" else found
-
-    def largest(self) -> dict[str, tuple[int, ...]]:
-        """Return the shapes by name, of blocks the largest of any by the name after the block's number."""
-        found: dict[str, tuple[int, ...]] = {}
-        for name, shape in self.shapes.items():
-            match = _BLOCK_OF.fullmatch(name)
-            key = match[2] if match else name
-            found[key] = tuple(map(max, shape, found.get(key, shape)))
-        return found
 
 
 def _same(ours: Any, theirs: Any) -> bool:
@@ -189,6 +182,11 @@ def refuse_foreign(model: Any, like: Like) -> None:
     pairs = {"model_type": kinds, **{key: [getattr(x, key, None) for x in (ours, theirs)] for key in _SAME}}
     told = like.values.get(f"{like.architecture}.attention.key_length")  # transformers does not read it of all
     pairs["head size"] = [head_size(ours), head_size(theirs) if told is None else told]
+    if like.architecture not in FEWER_HEADS and ours.num_attention_heads != theirs.num_attention_heads:
+        raise UnsupportedModelError(
+            f"format gguf: the model has {ours.num_attention_heads} heads of {theirs.num_attention_heads}, and fewer "
+            f"are not written of {like.architecture}; leave kv-groups as they are, or export another format"
+        )
     depth = ours.num_hidden_layers
     layers = [getattr(x, "layer_types", None) or [] for x in (ours, theirs)]
     pairs["layer_types"] = [x[:depth] if len(x) > 1 and {*layers[0]} != {"full_attention"} else [] for x in layers]
@@ -203,7 +201,7 @@ def refuse_foreign(model: Any, like: Like) -> None:
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class _Cut:
     """What is written of one block.
 
     Attributes:
@@ -226,10 +224,6 @@ class _Alive:
     live: Tensor
     biased: bool
 
-    def count(self, multiple: int, least: int) -> int:
-        alive = -(int(self.live.sum()) // -multiple) * multiple
-        return min(max(alive, least), self.units.count)
-
 
 def _alive(block: Block, *kinds: UnitKind) -> dict[UnitKind, _Alive]:
     """Find what contributes: units whose columns of the output are not all zero."""
@@ -249,20 +243,21 @@ def _alive(block: Block, *kinds: UnitKind) -> dict[UnitKind, _Alive]:
     return found
 
 
-def parts_of(access: Access, architecture: str) -> tuple[str, list[Part]]:
+def parts_of(access: Access, like: Like) -> tuple[str, list[_Cut]]:
     """Choose what is written of each block: no dead neurons, key/value groups and blocks, as far as a file can say so.
 
     Returns:
-        The architecture of the file: the given one, or `deci` where blocks differ; and the blocks that are left.
+        The architecture of the file: the like file's, or `deci` where blocks differ; and the blocks that are left.
     """
-    known, every = survey(access.model), {}
+    known, every, architecture = survey(access.model), {}, like.architecture
+    if like.of_each_block:
+        return architecture, [_Cut(fqn) for fqn in known.blocks]
     kinds: tuple[UnitKind, ...] = ("neurons", "kv-groups") if architecture in FEWER_HEADS else ("neurons",)
+    config = text_config(access.model)
     for i, (fqn, module) in enumerate(known.blocks.items()):
         with access.materialise(fqn):
-            block = Block(i, fqn, module, known.inside(fqn), (), text_config(access.model))
-            every[fqn] = _alive(block, *kinds)
+            every[fqn] = _alive(Block(i, fqn, module, known.inside(fqn), (), config), *kinds)
     found = {fqn: x for fqn, x in every.items() if not _adds_nothing(x, known.inside(fqn))}
-    config = text_config(access.model)
     types = getattr(config, "layer_types", None) or []
     left = [kind for kind, fqn in zip(types, known.blocks, strict=False) if fqn in found]
     if not found or left != types[: len(left)]:  # llama.cpp infers the type of a block from its number
@@ -272,24 +267,20 @@ def parts_of(access: Access, architecture: str) -> tuple[str, list[Part]]:
         fqn: {kind: _count(kind, x, bare=own and i > 0) for kind, x in alive.items()}
         for i, (fqn, alive) in enumerate(found.items())
     }
-    differ = len({tuple(x.items()) for x in counts.values()}) > 1
-    if architecture == "qwen2" and own and not differ:  # its query matrix is square in llama.cpp
-        groups = next(iter(counts.values()))["kv-groups"]
-        differ = (
-            groups * config.num_attention_heads // config.num_key_value_heads * head_size(config) != config.hidden_size
-        )
-    if differ and not own:
-        widest = {kind: max(x[kind] for x in counts.values() if kind in x) for x in counts.values() for kind in x}
-        if any(x != widest for x in counts.values()):
+    widest = {kind: max(x[kind] for x in counts.values() if kind in x) for x in counts.values() for kind in x}
+    differ = any(n != widest[kind] for x in counts.values() for kind, n in x.items())
+    if architecture == "qwen2" and own:  # its query matrix is square in llama.cpp
+        differ |= widest["kv-groups"] * _per_group(config) * (head_size(config) or 0) != config.hidden_size
+    if differ and own:
+        architecture = "deci"
+    else:
+        if differ:
             _log.warning(
                 "gguf: the blocks of %s have one width in llama.cpp; all get that of the widest: %s",
                 architecture, ", ".join(f"{count} {kind}" for kind, count in widest.items()),
             )  # fmt: skip
-        counts = {fqn: {kind: widest[kind] for kind in x} for fqn, x in counts.items()}
-    if not (differ and own):  # else blocks without attention may stay so
-        counts = {fqn: {kind: max(n, 1) for kind, n in x.items()} for fqn, x in counts.items()}
-    parts = [_part(fqn, alive, counts[fqn], known.linears) for fqn, alive in found.items()]
-    return ("deci" if differ and own else architecture), parts
+        counts = {fqn: {kind: max(widest[kind], 1) for kind in x} for fqn, x in counts.items()}
+    return architecture, [_part(fqn, alive, counts[fqn], known.linears) for fqn, alive in found.items()]
 
 
 def _adds_nothing(found: Mapping[UnitKind, _Alive], linears: Mapping[str, Any]) -> bool:
@@ -303,14 +294,13 @@ def _count(kind: str, alive: _Alive, *, bare: bool) -> int:
 
     llama.cpp's deci skips attention where a block has no neurons, and takes the head size from its first block.
     """
-    if kind == "neurons":
-        return alive.count(ROW, ROW)
-    return alive.count(1, 0 if bare and not alive.biased else 1)
+    multiple, least = (ROW, ROW) if kind == "neurons" else (1, 0 if bare and not alive.biased else 1)
+    return min(max(-(int(alive.live.sum()) // -multiple) * multiple, least), alive.units.count)
 
 
 def _part(
     fqn: str, found: Mapping[UnitKind, _Alive], counts: Mapping[UnitKind, int], linears: Mapping[str, Any]
-) -> Part:
+) -> _Cut:
     """Name the rows and columns of a block that are written: those that live, and the first of the others."""
     rows = {}
     for kind, alive in found.items():
@@ -325,7 +315,11 @@ def _part(
             rows[f"{name}.weight"] = (1 - own.dim if linears[name].transposed else own.dim, index)
             if own.dim == 0 and linears[name].bias is not None:
                 rows[f"{name}.bias"] = (0, index)
-    return Part(fqn, counts.get("kv-groups"), counts.get("neurons"), rows)
+    return _Cut(fqn, counts.get("kv-groups"), counts.get("neurons"), rows)
+
+
+def _per_group(config: Any) -> int:
+    return int(config.num_attention_heads // config.num_key_value_heads)
 
 
 def head_size(config: Any) -> int | None:
@@ -349,12 +343,12 @@ class _Written:
 
     name: str
     source: str
-    part: Part | None
+    part: _Cut | None
     shape: tuple[int, ...]
     stored: str
 
 
-class _Layout:
+class _Places:
     """How transformers' tensors of one model lie in a file: its own readers, and what undoes them."""
 
     def __init__(self, model: Any, like: Like, architecture: str) -> None:
@@ -368,24 +362,27 @@ class _Layout:
             mapped = readers.get_gguf_hf_weights_map(
                 model, self._kind(config=self.config), like.architecture, text_config(model).num_hidden_layers
             )
-        largest = like.largest()
-        self.sources = {}
-        for name, source in mapped.items():
-            match = _BLOCK_OF.fullmatch(name)
-            whole = (match[2] if match else name) in largest or "." in (match[2] if match else name)
-            self.sources[name if whole else f"{name}.weight"] = source
-        self._refuse_lost(largest)
+        self.largest: dict[str, tuple[int, ...]] = {}  # shapes, of blocks by the name after the block's number
+        for name, shape in like.shapes.items():
+            key = _BLOCK_OF.sub("", name)
+            self.largest[key] = tuple(map(max, shape, self.largest.get(key, shape)))
+        own = {name: _BLOCK_OF.sub("", name) for name in mapped}  # of experts without `.weight`
+        self.sources = {
+            name if own[name] in self.largest or "." in own[name] else f"{name}.weight": source
+            for name, source in mapped.items()
+        }
+        self._refuse_lost()
 
-    def _refuse_lost(self, largest: Mapping[str, tuple[int, ...]]) -> None:
+    def _refuse_lost(self) -> None:
         """Refuse tensors of the model without a name in the file, and of the file without one in the model."""
-        held = self.model.state_dict(keep_vars=True)
+        held, largest = self.model.state_dict(keep_vars=True), self.largest
         named = {id(held[source]) for source in self.sources.values() if source in held}
         if lost := [name for name, x in held.items() if id(x) not in named]:
             raise UnsupportedModelError(
                 f"format gguf: {lost[0]} of {type(self.model).__name__} has no place in GGUF files of "
                 f"{self.like.architecture} that transformers reads; export another format"
             )
-        keys = {(_BLOCK_OF.fullmatch(name) or [name] * 3)[2] for name in self.sources}
+        keys = {_BLOCK_OF.sub("", name) for name in self.sources}
         if "output.weight" not in largest and self.tied:
             self.sources.pop("output.weight", None)
         odd = [key for key in keys - {*largest} if key != "output.weight"]
@@ -409,23 +406,18 @@ class _Layout:
         found: Tensor = getattr(self.model.get_submodule(home), own)
         return found.detach()
 
-    def process(self, name: str, stored: np.ndarray, part: Part | None) -> np.ndarray:
+    def process(self, name: str, stored: np.ndarray, part: _Cut | None) -> np.ndarray:
         """Return what transformers makes of a tensor of the file."""
         if name == "output.weight":  # which GPT-2's reader puts elsewhere
             return stored
         heads = {}
         if part is not None and part.groups is not None:
-            heads = {"num_attention_heads": part.groups * self.per_group, "num_key_value_heads": part.groups}
+            query = part.groups * _per_group(text_config(self.model))
+            heads = {"num_attention_heads": query, "num_key_value_heads": part.groups}
         result: np.ndarray = self._kind(config={**self.config, **heads}).process(stored, name).weights
         return result
 
-    @property
-    def per_group(self) -> int:
-        """Query heads of each key/value group."""
-        config = text_config(self.model)
-        return int(config.num_attention_heads // config.num_key_value_heads)
-
-    def shape(self, name: str, shape: tuple[int, ...], part: Part | None) -> tuple[int, ...]:
+    def shape(self, name: str, shape: tuple[int, ...], part: _Cut | None) -> tuple[int, ...]:
         """Return the shape in the file of a tensor that has a shape in transformers."""
         if re.search(r"ffn_(gate|up)_exps", name):
             return (shape[0], shape[1] // 2, *shape[2:])
@@ -438,7 +430,7 @@ class _Layout:
                 return tried
         raise self._unknown(name)
 
-    def stored(self, name: str, wanted: np.ndarray, shape: tuple[int, ...], part: Part | None) -> np.ndarray:
+    def stored(self, name: str, wanted: np.ndarray, shape: tuple[int, ...], part: _Cut | None) -> np.ndarray:
         """Return the tensor of a shape in the file of which transformers makes the wanted one.
 
         Its readers move entries and add a constant, so they are asked where each entry goes.
@@ -463,46 +455,33 @@ class _Layout:
             "another format"
         )
 
-    def written(self, parts: Sequence[Part], kind: str) -> list[_Written]:
-        """List the file's tensors in the like file's order, block by block."""
-        numbers, largest = {fqn: i for i, fqn in enumerate(survey(self.model).blocks)}, self.like.largest()
-        blocks = {numbers[part.fqn]: (i, part) for i, part in enumerate(parts)}
-        found = [
-            _Written(name, "", None, shape, "F32")
-            for name, shape in self.like.shapes.items()
-            if name not in self.sources and name.startswith("rope_f")
-        ]
+    def written(self, parts: Sequence[_Cut], kind: str) -> list[_Written]:
+        """List the file's tensors, those of the blocks at its end, block by block."""
+        numbers = [*survey(self.model).blocks]
+        blocks: dict[int, tuple[int, _Cut | None]] = {numbers.index(x.fqn): (i, x) for i, x in enumerate(parts)}
+        found: dict[int, list[_Written]] = defaultdict(list)
+        copied = (name for name in self.like.shapes if name.startswith("rope_f"))
+        found[-1] = [_Written(name, "", None, self.like.shapes[name], "F32") for name in copied]
         for name, source in self.sources.items():
-            match, part, called = _BLOCK_OF.fullmatch(name), None, name
-            if match:
-                i, part = blocks.get(int(match[1]), (0, None))
-                if part is None or (part.groups == 0 and match[2].startswith("attn_")):
-                    continue
-                called = f"blk.{i}.{match[2]}"
+            key, match = _BLOCK_OF.sub("", name), _BLOCK_OF.match(name)
+            i, part = blocks.get(int(match[1]), (0, None)) if match else (-1, None)
+            if match and (part is None or (part.groups == 0 and key.startswith("attn_"))):
+                continue
             shape = [*self.tensor(source).shape]
             dim, index = (part and part.rows.get(source)) or (0, range(shape[0]))
             shape[dim] = len(index)
             in_file = self.shape(name, tuple(shape), part)
-            known = largest.get(match[2] if match else name, in_file)
+            known = self.largest.get(key, in_file)
             if any(here > there for here, there in zip(in_file, known, strict=True)):
                 raise ArtifactError(
                     f"{self.like.path} is of another model: {name} is {[*known]} there, and {[*in_file]} in the one to "
                     "export; give the GGUF file of the dense model"
                 )
             stored = stored_type(name, in_file, kind, tied="output.weight" not in self.sources)
-            found.append(_Written(called, source, part, in_file, stored))
-        order = {name: i for i, name in enumerate(largest)}
-        first = min(order[match[2]] for name in self.like.shapes if (match := _BLOCK_OF.fullmatch(name)))
+            found[i].append(_Written(f"blk.{i}.{key}" if match else name, source, part, in_file, stored))
+        return [x for i in sorted(found) for x in found[i]]
 
-        def place(x: _Written) -> tuple[int, int, int]:
-            if match := _BLOCK_OF.fullmatch(x.name):
-                return 1, int(match[1]), order[match[2]]
-            at = order.get(x.name, len(order))
-            return 2 * (at > first), 0, at
-
-        return sorted(found, key=place)
-
-    def numbers(self, architecture: str, parts: Sequence[Part], tensors: Sequence[_Written]) -> dict[str, Any]:
+    def numbers(self, architecture: str, parts: Sequence[_Cut], tensors: Sequence[_Written]) -> dict[str, Any]:
         """Return the metadata that changes, by key.
 
         Raises:
@@ -528,7 +507,7 @@ class _Layout:
             found |= {"expert_count": experts[0], "expert_used_count": config["num_experts_per_tok"]}
         if like.architecture in FEWER_HEADS:
             groups = [config["num_key_value_heads"] if x.groups is None else x.groups for x in parts]
-            heads = [x * self.per_group for x in groups]
+            heads = [x * _per_group(text_config(self.model)) for x in groups]
             one = architecture != "deci"
             size = head_size(text_config(self.model))
             found |= {"attention.head_count": max(heads) if one else heads,
@@ -544,7 +523,7 @@ def write(access: Access, like: Like, kind: str, path: Path) -> str:
         ArtifactError: a like file of another model, values that float16 cannot hold, a file that cannot be written.
         UnsupportedModelError: tensors that transformers cannot read from such a file.
     """
-    from gguf import GGML_QUANT_VERSION, GGMLQuantizationType, GGUFValueType, GGUFWriter, quants
+    from gguf import GGML_QUANT_VERSION, GGMLQuantizationType, GGUFValueType, GGUFWriter, LlamaFileType, quants
 
     class Writer(GGUFWriter):  # type: ignore[misc] # untyped
         """Also writes values that are packed already."""
@@ -554,11 +533,9 @@ def write(access: Access, like: Like, kind: str, path: Path) -> str:
             return packed
 
     refuse_foreign(access.model, like)
-    architecture, parts = like.architecture, [Part(fqn) for fqn in find_blocks(access.model)]
-    if not like.of_each_block:
-        architecture, parts = parts_of(access, like.architecture)
+    architecture, parts = parts_of(access, like)
     with access.materialise(OUTSIDE):  # where a streamed model has its head tied
-        layout = _Layout(access.model, like, architecture)
+        layout = _Places(access.model, like, architecture)
     tensors = layout.written(parts, kind)
     changed = layout.numbers(architecture, parts, tensors)
     with written_whole(path) as beside, contextlib.closing(Writer(beside, architecture)) as writer:
@@ -568,7 +545,7 @@ def write(access: Access, like: Like, kind: str, path: Path) -> str:
                 writer.add_key_value(new, packed, GGUFValueType.UINT8)
         for key, value in changed.items():
             (writer.add_array if isinstance(value, list) else writer.add_uint32)(key, value)
-        writer.add_file_type(_FILE_TYPES[kind])
+        writer.add_file_type(LlamaFileType[f"MOSTLY_{kind}"])
         writer.add_quantization_version(GGML_QUANT_VERSION)
         for x in tensors:
             size = stored_bytes(x.shape, x.stored)
@@ -581,7 +558,7 @@ def write(access: Access, like: Like, kind: str, path: Path) -> str:
     return _described(architecture, parts)
 
 
-def _values(access: Access, layout: _Layout, tensors: Sequence[_Written]) -> Iterator[tuple[_Written, np.ndarray]]:
+def _values(access: Access, layout: _Places, tensors: Sequence[_Written]) -> Iterator[tuple[_Written, np.ndarray]]:
     """Yield each tensor's values as they lie in the file, float32, while its block is materialised."""
     copied = gguf_header.tensors_of(layout.like.path)
     for fqn, group in itertools.groupby(tensors, lambda x: OUTSIDE if x.part is None else x.part.fqn):
@@ -601,7 +578,7 @@ def _values(access: Access, layout: _Layout, tensors: Sequence[_Written]) -> Ite
                 yield x, np.ascontiguousarray(values)
 
 
-def _described(architecture: str, parts: Sequence[Part]) -> str:
+def _described(architecture: str, parts: Sequence[_Cut]) -> str:
     """Say what a file holds, such as `llama, 30 blocks, 512 neurons, 3 key/value groups`."""
     told = [f"{architecture}, {len(parts)} blocks"]
     for values, name in (([x.neurons for x in parts], "neurons"), ([x.groups for x in parts], "key/value groups")):
@@ -609,6 +586,14 @@ def _described(architecture: str, parts: Sequence[Part]) -> str:
             low, high = min(known), max(known)
             told.append(f"{low} {name}" if low == high else f"{low} to {high} {name}")
     return ", ".join(told)
+
+
+def _planned(planned: PlannedModel, options: GgufOptions) -> tuple[Like, list[_Written]]:
+    """Return what the file of a model is like, and its tensors."""
+    like = Like.read(options.like, planned.gguf)
+    refuse_foreign(planned.model, like)
+    cuts = [_Cut(fqn) for fqn in find_blocks(planned.model)]
+    return like, _Places(planned.model, like, like.architecture).written(cuts, options.type)
 
 
 def file_bytes(planned: PlannedModel, options: GgufOptions) -> dict[str, int]:
@@ -619,9 +604,7 @@ def file_bytes(planned: PlannedModel, options: GgufOptions) -> dict[str, int]:
     Raises:
         ArtifactError: as `Like.read`, or a file of another model.
     """
-    like = Like.read(options.like, planned.gguf)
-    parts = [Part(fqn) for fqn in find_blocks(planned.model)]
-    tensors = _Layout(planned.model, like, like.architecture).written(parts, options.type)
+    like, tensors = _planned(planned, options)
     values = gguf_header.packed_values(like.path)
     header = 4096 + sum(12 + len(key.encode()) + len(x) for key, x in values.items())
     header += sum(24 + len(x.name) + 8 * len(x.shape) for x in tensors)
@@ -641,10 +624,7 @@ class GgufExporter:
 
     def check(self, planned: PlannedModel) -> None:
         """Refuse what cannot be written, before weights are read."""
-        like = Like.read(self.options.like, planned.gguf)
-        refuse_foreign(planned.model, like)
-        parts = [Part(fqn) for fqn in find_blocks(planned.model)]
-        _Layout(planned.model, like, like.architecture).written(parts, self.options.type)
+        like, _ = _planned(planned, self.options)
         if planned.own_widths and like.architecture not in OWN_WIDTHS:
             raise UnsupportedModelError(
                 f"format gguf: llama.cpp has one width for all blocks of {like.architecture}, and an allocation gives "

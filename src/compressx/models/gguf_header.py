@@ -6,11 +6,12 @@ import itertools
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -143,14 +144,6 @@ def _fault(values: Mapping[str, Any], names: list[str]) -> str | None:
 
 
 @dataclass(frozen=True, eq=False)
-class _File:
-    """What transformers reads of a file."""
-
-    fields: Mapping[str, Any]
-    tensors: Sequence[Any]
-
-
-@dataclass(frozen=True, eq=False)
 class _Padded:
     """A tensor of a block in the shape that the largest block has, dequantized when it is read.
 
@@ -241,7 +234,7 @@ def _of_one_size(reader: Any) -> Any:
     for (i, block), own in itertools.product(enumerate(blocks), shapes):
         turned = head if kind == "qwen2" and own.startswith(("attn_q", "attn_k")) else 0
         tensors.append(_Padded(f"blk.{i}.{own}", shapes[own], block.get(own), turned))
-    return _File(seen, tensors)
+    return SimpleNamespace(fields=seen, tensors=tensors)
 
 
 def _contents(reader: Any) -> Mapping[str, Any]:

@@ -148,7 +148,7 @@ def _measured(state: RunState, of: str, folder: Path, file: str | None) -> dict[
         zeros = sum(int((x.weight == 0).sum()) for x in linears) / sum(x.weight.numel() for x in linears)
         figures = evaluate(access, state.tokenizer, ready)
     except CompressxError as error:
-        state.note(f"{of}: not measured: {error}")
+        state.note(f"{of}: not measured, since {file} cannot be read here: {str(error).partition('; ')[0]}")
         return {}
     state.report_figures(of, figures)
     return {"zeros": zeros, "evaluation": figures}
@@ -172,6 +172,10 @@ def _refuse_overwriting(recipe: Recipe, checkpoint: Checkpoint) -> None:
     base = None if recipe.model.base is None else Path(recipe.model.base)  # of a hub id there is no such folder
     for path in (Path(checkpoint.location), recipe.model.path, base):
         refuse_overwriting(recipe.output, "input model", path)
+    for i, export in enumerate(recipe.export):
+        for name, value in export.options.items():
+            with contextlib.suppress(OSError):  # of no possible path
+                refuse_overwriting(recipe.output, f"file of export[{i}].options.{name}", Path(str(value)))
     for place, dataset in recipe.datasets().items():
         with contextlib.suppress(CalibrationError):  # which `Inputs.check` reports
             for file in local_files(dataset):

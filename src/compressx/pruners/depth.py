@@ -1,13 +1,13 @@
 """Which decoder blocks go: by trial, or by a score of each block.
 
 `depth` drops one block after the other, each time the one without which the predictions diverge least. `divergence` has
-the same measure to second order, of each block alone; `shortgpt` (arXiv 2403.03853) looks at the directions of the
-hidden states.
+the same measure to second order (`blocks.fisher`), of each block alone; `shortgpt` (arXiv 2403.03853) looks at the
+directions of the hidden states.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -50,23 +50,34 @@ class Depth:
         return gone
 
 
+def influence(before: Tensor, after: Tensor) -> Tensor:
+    """Return 1 - the cosine of a block's input and its output, [batch, tokens] (equation 1 of ShortGPT)."""
+    return 1 - torch.cosine_similarity(before.float(), after.float(), dim=-1).double()
+
+
+def divergence(before: Tensor, after: Tensor, gradient: Tensor) -> Tensor:
+    """Return the divergence of the predictions without a block, to second order, in nats [batch, tokens]."""
+    return ((before.float() - after.float()) * gradient.float()).sum(dim=-1).square().double() / 2
+
+
 @dataclass
-class BlockDivergence:
-    """The divergence of the predictions without a block, to second order: `blocks.fisher.divergences` at each token.
+class TokenMean:
+    """The mean over tokens of a figure.
 
     Attributes:
-        total: the sum over tokens, in nats, float64 [].
+        figure: from hidden states before and after a block, [batch, tokens, hidden_size], to one for each token.
+        total: the sum over tokens, float64 [].
         count: of tokens, int64 [].
     """
 
+    figure: Callable[..., Tensor]
     total: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
     count: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int64))
 
-    def update(self, before: Tensor, after: Tensor, gradient: Tensor | None = None) -> None:
-        """Add a batch; all are [batch, tokens, hidden_size]."""
-        assert gradient is not None  # noqa: S101 - the pruner reads them
-        each = ((before.float() - after.float()) * gradient.float()).sum(dim=-1).square() / 2  # [batch, tokens]
-        self.total = self.total.to(each.device) + each.double().sum()
+    def update(self, *states: Tensor) -> None:
+        """Add a batch."""
+        each = self.figure(*states)
+        self.total = self.total.to(each.device) + each.sum()
         self.count = self.count.to(each.device) + each.numel()
 
     def tensors(self) -> Mapping[str, tuple[Tensor, Literal["sum"]]]:
@@ -74,53 +85,20 @@ class BlockDivergence:
         return {"total": (self.total, "sum"), "count": (self.count, "sum")}
 
 
-class Divergence:
-    """Scores a block by the mean divergence of the predictions without it, in nats."""
-
-    reads_gradients = True
-
-    def observe_block(self, block: Block) -> BlockDivergence:  # noqa: ARG002 - the protocol
-        """Ask for the changes of the hidden states, and gradients."""
-        return BlockDivergence()
-
-    def score_block(self, block: Block, statistic: BlockDivergence) -> float:  # noqa: ARG002 - the protocol
-        """Return the mean over tokens."""
-        return float(statistic.total / statistic.count)
-
-
 @dataclass
-class BlockInfluence:
-    """Sum over tokens of the cosine between a block's input and its output (equation 1 of the paper).
+class BlockScores:
+    """Scores a block by the mean over tokens of a figure."""
 
-    Attributes:
-        cosines: their sum, float64 [].
-        count: of tokens, int64 [].
-    """
+    figure: Callable[..., Tensor]
+    reads_gradients: bool = False
 
-    cosines: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
-    count: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int64))
+    def observe_block(self, block: Block) -> TokenMean:  # noqa: ARG002 - the protocol
+        """Ask for the hidden states before and after it."""
+        return TokenMean(self.figure)
 
-    def update(self, before: Tensor, after: Tensor) -> None:
-        """Add a batch of hidden states before and after the block, both [batch, tokens, hidden_size]."""
-        cosine = torch.cosine_similarity(before.float(), after.float(), dim=-1)  # [batch, tokens]
-        self.cosines = self.cosines.to(cosine.device) + cosine.double().sum()
-        self.count = self.count.to(cosine.device) + cosine.numel()
-
-    def tensors(self) -> Mapping[str, tuple[Tensor, Literal["sum"]]]:
-        """Return the sum of the cosines and the number of tokens."""
-        return {"cosines": (self.cosines, "sum"), "count": (self.count, "sum")}
-
-
-class ShortGPT:
-    """Scores a block by its influence: 1 - the mean cosine of its input and its output."""
-
-    def observe_block(self, block: Block) -> BlockInfluence:  # noqa: ARG002 - the protocol
-        """Ask for cosines."""
-        return BlockInfluence()
-
-    def score_block(self, block: Block, statistic: BlockInfluence) -> float:  # noqa: ARG002 - the protocol
-        """Return the block's influence, in [0, 2]."""
-        return float(1 - statistic.cosines / statistic.count)
+    def score_block(self, block: Block, statistic: TokenMean) -> float:  # noqa: ARG002 - the protocol
+        """Return the mean."""
+        return float(statistic.total / statistic.count)
 
 
 @hookimpl
@@ -131,8 +109,8 @@ def compressx_pruners() -> list[PrunerSpec]:
         for name, summary, options, build in (
             ("depth", "drops blocks by trial, those without which the predictions change least", Options, Depth),
             ("divergence", "drops blocks, or reverts them to a base, where that changes the predictions least",
-             NoOptions, lambda _: Divergence()),
+             NoOptions, lambda _: BlockScores(divergence, reads_gradients=True)),
             ("shortgpt", "drops the blocks that turn the hidden states least (arXiv 2403.03853)",
-             NoOptions, lambda _: ShortGPT()),
+             NoOptions, lambda _: BlockScores(influence)),
         )
     ]  # fmt: skip

@@ -25,7 +25,7 @@ from compressx.models.blockwise import Run, replaced_forwards, skipped
 from compressx.models.checkpoint import Checkpoint
 from compressx.models.streaming import open_streamed
 from compressx.planning.plan import Plan, PlannedDepth
-from compressx.pruners.depth import Depth, Options, ShortGPT
+from compressx.pruners.depth import BlockScores, Depth, Options, influence
 from compressx.testing import TINY_CONFIGS, tiny_model, tiny_tokens
 
 TOKENS = tiny_tokens()
@@ -183,8 +183,9 @@ def test_reconstruction_trains_the_blocks_that_stay_towards_the_dense_stream():
     assert left == []
 
 
-class Blames(ShortGPT):
+class Blames(BlockScores):
     def __init__(self, **methods: Any) -> None:
+        super().__init__(influence)
         self.__dict__ |= methods
 
 

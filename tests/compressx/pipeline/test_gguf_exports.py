@@ -68,9 +68,14 @@ def test_what_cannot_be_written_is_refused_before_weights_are_read(dense: Path, 
     folder = save_tiny_model(tmp_path / "model", "gemma2")
     Path("text.txt").write_text(tiny_text())
     model = tiny_of("gemma2")
+    foreign = write_gguf(tmp_path / "foreign.gguf", keys={"general.architecture": "gpt-neo"})
+    mute = write_gguf(tmp_path / "mute.gguf", keys={"tokenizer.ggml.tokens": None})
     for export, more, told in (
         ({}, {}, r"export\[0\]: format gguf takes metadata .* like: FILE under options, .*convert_hf_to_gguf.py"),
         ({"like": "nowhere.gguf"}, {}, r"export\[0\]: .*nowhere.gguf does not exist"),
+        ({"like": str(folder)}, {}, r"export\[0\]: like: .*model is a folder; give a GGUF file"),
+        ({"like": str(foreign)}, {}, r"export\[0\]: .*architecture gpt-neo is not supported"),
+        ({"like": str(mute)}, {}, r"export\[0\]: .*mute.gguf has no tokenizer.ggml.tokens"),
         ({"like": str(dense)}, {}, r"export\[0\]: .*dense.gguf is of another model: its model_type is 'llama'"),
         ({"type": "IQ2_XS"}, {}, r"export\[0\].options.type: .*llama-quantize FILE IQ2_XS"),
     ):
@@ -87,6 +92,34 @@ def test_what_cannot_be_written_is_refused_before_weights_are_read(dense: Path, 
         CompressxError, match=r"one width for all blocks of gemma2, .*drop allocation, and give each rule"
     ):
         plan(recipe(folder, export=[{"format": "gguf", "options": {"like": str(like)}}], **own))
+
+
+def test_an_output_folder_that_holds_the_like_file_is_not_replaced(dense: Path):
+    Path("out").mkdir()
+    like = dense.rename("out/dense.gguf")
+    other = write_gguf(Path("other.gguf"))
+    with pytest.raises(CompressxError, match=r"output out would overwrite the file of export\[0\].options.like"):
+        plan(recipe(other, export=[{"format": "gguf", "options": {"like": str(like)}}]))
+
+
+def test_only_runs_that_keep_a_model_of_full_size_say_so(dense: Path):
+    said = {}
+    for i, formats in enumerate((["gguf"], ["safetensors", "gguf"])):
+        Path("r.yaml").write_text(dump_yaml(recipe(dense, export=formats, evaluate=None, output=f"out{i}")))
+        said[i] = printed("run", "r.yaml")
+    assert ["files are as large as the dense model's" in said[i] for i in (0, 1)] == [False, True]
+
+
+def test_fewer_heads_of_an_architecture_that_cannot_have_them_are_refused(dense: Path, tmp_path: Path):
+    folder, model = save_tiny_model(tmp_path / "model", "llama"), tiny_of("starcoder2")
+    Path("text.txt").write_text(tiny_text())
+    model.save_pretrained(folder)
+    write_like(tmp_path / "like.gguf", model, "starcoder2")
+    pruned = {"targets": ["*"], "pruner": "magnitude", "pattern": "kv-groups", "sparsity": 0.5}
+    run(recipe(folder, prune=[pruned], shrink=True, evaluate=None))
+    assert "format gguf: the model has 2 heads of 4, and fewer are not written of starcoder2" in refused(
+        "export", "out", "--like", "like.gguf", "-o", "x.gguf"
+    )
 
 
 def test_a_streamed_run_writes_the_file_and_says_that_it_was_not_measured(
