@@ -1,7 +1,6 @@
 """What a user weighs: bytes, tokens a second in llama.cpp and perplexity, of models in several GGUF types.
 
-    python benchmarks/smaller_files.py --models dense=MODEL.gguf shrunk=runs/shrunk --types F16 Q8_0 Q4_0 \
-      --texts wikitext=test.txt docs=docs.test.txt --output smaller
+    python benchmarks/smaller_files.py --models dense=MODEL.gguf shrunk=runs/shrunk --texts docs=test.txt --output new
 
 Each model is exported in each type, evaluated from its file, and timed in turn with the others; the first model in the
 first type is what ratios of speed are to. `smaller.csv` gets a row for each file, `smaller.md` the table, `smaller.svg`

@@ -49,26 +49,7 @@ def score_blocks(
     access: Access, depth: PlannedDepth, batches: Sequence[Tensor], keep: Keep = in_memory, ranks: Ranks = ALONE,
     progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> dict[str, float]:  # fmt: skip
-    """Run the dense model once, and score every block that may go.
-
-    Args:
-        access: a transformers causal language model in evaluation mode, with its dense weights; unchanged afterwards.
-            With a base, a block that is dropped becomes the base's.
-        depth: which blocks may go, and whose pruner scores them.
-        batches: token ids, each [batch, tokens]; this process's share.
-        keep: where to keep hidden states between blocks.
-        ranks: the processes; all get the same scores.
-        progress: called with the number of blocks scored, and of all.
-
-    Returns:
-        The scores by block name, in the order of `depth.blocks`.
-
-    Raises:
-        PluginError: a pruner that fails, or returns no statistic or no finite number; the message names the block.
-        UnsupportedModelError: a block that changes the hidden states though all its linears are zero, so that dropping
-            it is not the same as zeros; hidden states that are not finite.
-        ArtifactError: a weight that is not finite.
-    """
+    """Run the dense model once, and score every block that may go; arguments and errors are as of `choose_blocks`."""
     found = survey(access.model)
     name, pruner = depth.rule.pruner.name, depth.rule.build_depth()
     assert isinstance(pruner, DepthPruner)  # noqa: S101 - `choose_blocks` asked
@@ -109,10 +90,11 @@ def choose_blocks(
     """Score every block that may go, or let a search choose those that go.
 
     Args:
-        access: as for `score_blocks`.
+        access: a transformers causal language model in evaluation mode, with its dense weights; unchanged afterwards.
+            With a base, a block that is dropped becomes the base's.
         depth: which blocks may go, and whose pruner scores or chooses them.
-        batches: as there.
-        keep: as there.
+        batches: token ids, each [batch, tokens]; this process's share.
+        keep: where to keep hidden states between blocks.
         ranks: the processes; all get the same.
         progress: called with the number of blocks scored, or of the largest trial, and of all, or of those that go.
 
@@ -121,8 +103,11 @@ def choose_blocks(
         names that a search chose, in its order, each with the divergence without it and those before it.
 
     Raises:
-        PluginError: as `score_blocks`, or a search that returns other names or another number of them.
-        UnsupportedModelError, ArtifactError: as `score_blocks`.
+        PluginError: a pruner that fails, returns no statistic, no finite number, or other names or another number of
+            them; the message names the block.
+        UnsupportedModelError: a block that changes the hidden states though all its linears are zero, so that dropping
+            it is not the same as zeros; hidden states that are not finite.
+        ArtifactError: a weight that is not finite.
     """
     name, pruner, count = depth.rule.pruner.name, depth.rule.build_depth(), depth.pattern.dropped
     if isinstance(pruner, DepthPruner):
@@ -153,7 +138,7 @@ class Trials:
     the divergences.
 
     Args:
-        access: as for `score_blocks`.
+        access: as for `choose_blocks`.
         blocks: names of those that may go.
         batches: token ids, each [batch, tokens]; this process's share.
         ranks: the processes, all of which ask for the same.
@@ -174,7 +159,7 @@ class Trials:
 
         Raises:
             PluginError: a name of no block that may go.
-            UnsupportedModelError: as `score_blocks`.
+            UnsupportedModelError: as `choose_blocks`.
         """
         asked = [frozenset(trial) for trial in trials]
         if unknown := frozenset[str]().union(*asked).difference(self._blocks):
@@ -254,15 +239,10 @@ class Trials:
 
 @dataclass(frozen=True, eq=False)
 class _Reached:
-    """What trials that have dropped the same blocks have in common so far.
+    """What trials that have dropped the same blocks have in common so far, for each batch."""
 
-    Attributes:
-        states: that enter the next block, for each batch.
-        shared: for each batch, copies of the blocks' `shared_states`, by id.
-    """
-
-    states: Sequence[Tensor]
-    shared: Sequence[dict[int, Any]]
+    states: Sequence[Tensor]  # that enter the next block
+    shared: Sequence[dict[int, Any]]  # copies of the blocks' `shared_states`, by id
 
     def after(self, access: Access, block: Block, runs: Sequence[Run], *, without: bool) -> _Reached:
         """Return what they have in common after a block, or after its base's."""
@@ -377,7 +357,7 @@ def solved_beside(
     to the norm of those: the next block begins by dividing by it.
 
     Args:
-        access: as for `score_blocks`.
+        access: as for `choose_blocks`.
         plan: with its blocks measured. Linears that other rules prune are left to them.
         batches: as there.
         keep: as there.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 import os
 import sys
 import time
@@ -183,9 +184,10 @@ def sizes_of_gguf(file: Path) -> dict[str, Any]:
     weights = sum(x.nbytes for x in tensors.values())
     chosen = any("_exps." in name for name in tensors)  # as in `sizes`
     looked_up = tensors["token_embd.weight"].nbytes if "output.weight" in tensors else 0
+    types: dict[Any, str] = {int(x): x.name.removeprefix("MOSTLY_") for x in LlamaFileType}
     return {
-        "dtype": LlamaFileType(values.get("general.file_type", LlamaFileType.GUESSED)).name.removeprefix("MOSTLY_"),
-        "parameters": gguf_header.stored_numbers(file),
+        "dtype": types.get(values.get("general.file_type"), "GUESSED"),
+        "parameters": sum(map(math.prod, gguf_header.shapes_of(file).values())),
         "weight_bytes": weights,
         "read_bytes": None if chosen else weights - looked_up,
     }

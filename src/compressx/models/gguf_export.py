@@ -12,7 +12,7 @@ import logging
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
@@ -25,6 +25,7 @@ from torch import Tensor
 from compressx.api.exporter import ExporterSpec, FinishedModel, PlannedModel
 from compressx.api.hooks import hookimpl
 from compressx.api.patterns import UnitKind, Units
+from compressx.api.projections import head_size
 from compressx.api.pruner import Block
 from compressx.models import gguf_header
 from compressx.models.access import Access
@@ -115,13 +116,7 @@ class GgufOptions(BaseModel):
 
 @dataclass(frozen=True, eq=False)
 class Like:
-    """A GGUF file of the dense model: its metadata and names are used, none of its weights.
-
-    Attributes:
-        path: of the file.
-        values: its metadata; of arrays the number of entries, as text.
-        shapes: of its tensors by name, rows first, in its order.
-    """
+    """A GGUF file of the dense model: metadata, and shapes, rows first, as in `gguf_header`; none of its weights."""
 
     path: Path
     values: Mapping[str, Any]
@@ -181,7 +176,7 @@ def refuse_foreign(model: Any, like: Like) -> None:
     kinds = [{"mistral": "llama"}.get(x.model_type, x.model_type) for x in (ours, theirs)]
     pairs = {"model_type": kinds, **{key: [getattr(x, key, None) for x in (ours, theirs)] for key in _SAME}}
     told = like.values.get(f"{like.architecture}.attention.key_length")  # transformers does not read it of all
-    pairs["head size"] = [head_size(ours), head_size(theirs) if told is None else told]
+    pairs["head size"] = [head_size(None, ours), head_size(None, theirs) if told is None else told]
     if like.architecture not in FEWER_HEADS and ours.num_attention_heads != theirs.num_attention_heads:
         raise UnsupportedModelError(
             f"format gguf: the model has {ours.num_attention_heads} heads of {theirs.num_attention_heads}, and fewer "
@@ -202,17 +197,12 @@ def refuse_foreign(model: Any, like: Like) -> None:
 
 @dataclass(frozen=True, eq=False)
 class _Cut:
-    """What is written of one block.
-
-    Attributes:
-        fqn: fully qualified name of the block.
-        groups, neurons: how many are written; None where all are.
-        rows: by name of a tensor in transformers its dimension and the indices that are written, where not all are.
-    """
+    """What is written of one block, by its name: how many units, and which rows or columns, where not all are."""
 
     fqn: str
     groups: int | None = None
     neurons: int | None = None
+    # By name of a tensor in transformers the dimension and the indices.
     rows: Mapping[str, tuple[int, Tensor]] = field(default_factory=dict)
 
 
@@ -270,7 +260,7 @@ def parts_of(access: Access, like: Like) -> tuple[str, list[_Cut]]:
     widest = {kind: max(x[kind] for x in counts.values() if kind in x) for x in counts.values() for kind in x}
     differ = any(n != widest[kind] for x in counts.values() for kind, n in x.items())
     if architecture == "qwen2" and own:  # its query matrix is square in llama.cpp
-        differ |= widest["kv-groups"] * _per_group(config) * (head_size(config) or 0) != config.hidden_size
+        differ |= widest["kv-groups"] * _per_group(config) * head_size(None, config) != config.hidden_size
     if differ and own:
         architecture = "deci"
     else:
@@ -322,28 +312,13 @@ def _per_group(config: Any) -> int:
     return int(config.num_attention_heads // config.num_key_value_heads)
 
 
-def head_size(config: Any) -> int | None:
-    """Return the size of attention heads by a config; None if it has no heads."""
-    heads = getattr(config, "num_attention_heads", None)
-    size: int | None = getattr(config, "head_dim", None) or (heads and config.hidden_size // heads)
-    return size
-
-
 @dataclass(frozen=True, eq=False)
 class _Written:
-    """One tensor of the file.
-
-    Attributes:
-        name: in the file.
-        source: its tensor in transformers' model; empty of one that is copied from the like file.
-        part: its block; None outside the blocks.
-        shape: in the file, rows first.
-        stored: type in the file.
-    """
+    """One tensor of the file, with its name, shape, rows first, and type there."""
 
     name: str
-    source: str
-    part: _Cut | None
+    source: str  # in transformers' model; empty of one that is copied from the like file
+    part: _Cut | None  # None outside the blocks
     shape: tuple[int, ...]
     stored: str
 
@@ -383,7 +358,9 @@ class _Places:
                 f"{self.like.architecture} that transformers reads; export another format"
             )
         keys = {_BLOCK_OF.sub("", name) for name in self.sources}
-        if "output.weight" not in largest and self.tied:
+        head = self.model.get_output_embeddings()
+        tied = head is None or head.weight is self.model.get_input_embeddings().weight
+        if "output.weight" not in largest and tied:
             self.sources.pop("output.weight", None)
         odd = [key for key in keys - {*largest} if key != "output.weight"]
         odd += [key for key in {*largest} - keys if not key.startswith("rope_f")]
@@ -393,12 +370,6 @@ class _Places:
                 f"{self.like.path} {where} {odd[0]}, unlike {type(self.model).__name__}; give the GGUF file of the "
                 "dense model"
             )
-
-    @property
-    def tied(self) -> bool:
-        """Whether the output matrix is the embedding."""
-        head = self.model.get_output_embeddings()
-        return head is None or head.weight is self.model.get_input_embeddings().weight
 
     def tensor(self, name: str) -> Tensor:
         """Return a parameter or buffer of the model by name, or of the block that is materialised."""
@@ -497,21 +468,18 @@ class _Places:
                 )
             return {}
         found: dict[str, Any] = {"block_count": len(parts)}
-        wide = {"feed_forward_length": "ffn_down", "expert_feed_forward_length": "ffn_down_exps",
-                "expert_shared_feed_forward_length": "ffn_down_shexp"}  # fmt: skip
-        for key, name in wide.items():
+        of_all: Callable[[list[int]], Any] = list if architecture == "deci" else max
+        for key, name in {"": "ffn_down", "expert_": "ffn_down_exps", "expert_shared_": "ffn_down_shexp"}.items():
             widths = [shapes.get(f"blk.{i}.{name}.weight", (0,))[-1] for i in range(len(parts))]
             if any(widths):
-                found[key] = widths if architecture == "deci" else max(widths)
+                found[f"{key}feed_forward_length"] = of_all(widths)
         if experts := [x.shape[0] for x in tensors if "ffn_down_exps.weight" in x.name]:
             found |= {"expert_count": experts[0], "expert_used_count": config["num_experts_per_tok"]}
         if like.architecture in FEWER_HEADS:
             groups = [config["num_key_value_heads"] if x.groups is None else x.groups for x in parts]
             heads = [x * _per_group(text_config(self.model)) for x in groups]
-            one = architecture != "deci"
-            size = head_size(text_config(self.model))
-            found |= {"attention.head_count": max(heads) if one else heads,
-                      "attention.head_count_kv": max(groups) if one else groups,
+            size = head_size(None, text_config(self.model))
+            found |= {"attention.head_count": of_all(heads), "attention.head_count_kv": of_all(groups),
                       "attention.key_length": size, "attention.value_length": size}  # fmt: skip
         return {f"{architecture}.{key}": x for key, x in found.items()}
 
@@ -553,19 +521,19 @@ def write(access: Access, like: Like, kind: str, path: Path) -> str:
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
-        for x, values in _values(access, layout, tensors):
+        for x, values in zip(tensors, _values(access, layout, tensors), strict=True):
             writer.write_tensor_data(quants.quantize(values, GGMLQuantizationType[x.stored]))
     return _described(architecture, parts)
 
 
-def _values(access: Access, layout: _Places, tensors: Sequence[_Written]) -> Iterator[tuple[_Written, np.ndarray]]:
+def _values(access: Access, layout: _Places, tensors: Sequence[_Written]) -> Iterator[np.ndarray]:
     """Yield each tensor's values as they lie in the file, float32, while its block is materialised."""
     copied = gguf_header.tensors_of(layout.like.path)
     for fqn, group in itertools.groupby(tensors, lambda x: OUTSIDE if x.part is None else x.part.fqn):
         with access.materialise(fqn):
             for x in group:
                 if not x.source:
-                    yield x, np.array(copied[x.name], np.float32)
+                    yield np.array(copied[x.name], np.float32)
                     continue
                 found = layout.tensor(x.source)
                 if x.part is not None and x.source in x.part.rows:
@@ -575,7 +543,7 @@ def _values(access: Access, layout: _Places, tensors: Sequence[_Written]) -> Ite
                 if x.stored not in {"F32", "BF16"} and max(values.max(), -values.min()) > _MOST:
                     raise ArtifactError(f"format gguf: {x.source} has values beyond {_MOST:.0f}, which {x.stored} "
                                         "cannot hold; choose the type BF16")  # fmt: skip
-                yield x, np.ascontiguousarray(values)
+                yield np.ascontiguousarray(values)
 
 
 def _described(architecture: str, parts: Sequence[_Cut]) -> str:
@@ -599,16 +567,14 @@ def _planned(planned: PlannedModel, options: GgufOptions) -> tuple[Like, list[_W
 def file_bytes(planned: PlannedModel, options: GgufOptions) -> dict[str, int]:
     """Return what the file of a model takes, by the names of its tensors in transformers; what is no tensor under `""`.
 
-    That is 4096 bytes too much, for numbers of blocks that become lists.
+    That is some 4096 bytes too much, for numbers of blocks that become lists.
 
     Raises:
         ArtifactError: as `Like.read`, or a file of another model.
     """
     like, tensors = _planned(planned, options)
-    values = gguf_header.packed_values(like.path)
-    header = 4096 + sum(12 + len(key.encode()) + len(x) for key, x in values.items())
-    header += sum(24 + len(x.name) + 8 * len(x.shape) for x in tensors)
-    found = {"": header}
+    weights = sum(int(x.nbytes) for x in gguf_header.tensors_of(like.path).values())
+    found = {"": 4096 + like.path.stat().st_size - weights}
     for x in tensors:
         found[x.source] = found.get(x.source, 0) + stored_bytes(x.shape, x.stored)
     return found

@@ -70,11 +70,8 @@ def shapes_of(path: Path) -> dict[str, tuple[int, ...]]:
 
 def packed_values(path: Path) -> dict[str, bytes]:
     """Return the values in a file's metadata by key as they stand there, each after its type."""
-    reader = _reader(path)
-    found = {key: x for key, x in reader.fields.items() if not key.startswith("GGUF.")}
-    start = {key: int(x.offset) + sum(int(part.nbytes) for part in x.parts[:2]) for key, x in found.items()}
-    size = {key: sum(int(part.nbytes) for part in x.parts[2:]) for key, x in found.items()}
-    return {key: reader.data[begin : begin + size[key]].tobytes() for key, begin in start.items()}
+    found = {key: x.parts[2:] for key, x in _reader(path).fields.items() if not key.startswith("GGUF.")}
+    return {key: b"".join(part.tobytes() for part in parts) for key, parts in found.items()}
 
 
 def _reader(path: str | os.PathLike[str]) -> Any:
@@ -145,19 +142,12 @@ def _fault(values: Mapping[str, Any], names: list[str]) -> str | None:
 
 @dataclass(frozen=True, eq=False)
 class _Padded:
-    """A tensor of a block in the shape that the largest block has, dequantized when it is read.
-
-    Attributes:
-        name: in the file.
-        shape: rows first.
-        stored: the tensor in the file, if it is there; entries that it lacks are zeros.
-        head: size of the heads whose rows are to lie as in Qwen2, first halves first; 0 if they stay as in Llama.
-    """
+    """A tensor of a block in the shape, rows first, that the largest block has, dequantized when it is read."""
 
     name: str
     shape: tuple[int, ...]
-    stored: Any = None
-    head: int = 0
+    stored: Any = None  # the tensor in the file, if it is there; entries that it lacks are zeros
+    head: int = 0  # size of the heads whose rows are to lie as in Qwen2, first halves first; 0: as in Llama
     tensor_type = 0  # float32
 
     @property
@@ -203,18 +193,14 @@ def _of_one_size(reader: Any) -> Any:
                 shape = tuple(int(n) for n in x.shape[::-1])
                 shapes[own] = tuple(map(max, shape, shapes.get(own, shape)))
         head = int(fields["deci.attention.key_length"].contents())
-        rows = {
-            tuple(int(x[f"attn_{own}.weight"].shape[1]) for own in ("q", "k")) for x in blocks if "attn_q.weight" in x
-        }
+        attending = [x for x in blocks if "attn_output.weight" in x]
+        rows = {tuple(int(x[f"attn_{own}.weight"].shape[1]) for own in ("q", "k")) for x in attending}
         (per_group,) = {queries / keys for queries, keys in rows}
-        query, hidden = max(rows)[0], shapes["attn_q.weight"][1]
-        wide, odd = (
-            shapes["ffn_down.weight"][1],
-            any("attn_output.weight" in x and "attn_q.weight" not in x for x in blocks),
-        )
+        query, hidden, wide = max(rows)[0], shapes["attn_q.weight"][1], shapes["ffn_down.weight"][1]
+        whole = per_group % 1 == 0 and query % head == 0
     except (LookupError, ValueError, TypeError, ArithmeticError) as error:
         raise ArtifactError(f"this is no Llama of the architecture deci: {one_line(str(error))[:200]}") from error
-    if odd or per_group % 1 or query % head:
+    if not whole:
         raise ArtifactError(f"this is no Llama of the architecture deci: {query} rows of queries for heads of {head}")
     # Biases of query, key and value, and not of the output, are Qwen2's; its query is square in transformers.
     kind = "qwen2" if "attn_q.bias" in shapes and "attn_output.bias" not in shapes else "llama"

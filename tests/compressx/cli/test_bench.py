@@ -16,6 +16,7 @@ from tests.compressx.saved import save_tiny
 
 from compressx.evaluation import bench as benching
 from compressx.evaluation.bench import BenchSettings
+from compressx.evaluation.speed import sizes_of_gguf
 from compressx.report.speeds import Length
 
 
@@ -128,6 +129,11 @@ def test_llama_cpp_times_gguf_files_as_it_runs_them(work):
     assert [x["speeds"][0]["decode"]["seconds"][0] > 0 for x in (first, second)] == [True, True]
     done = invoke("bench", "tiny.gguf", *few, "--json")
     assert "WARNING timing 125 + 3 tokens: tiny.gguf has 128 positions" in done.stderr
+
+
+def test_a_type_that_the_package_does_not_know_is_said_to_be_a_guess(tmp_path):
+    path = write_gguf(tmp_path / "new.gguf", keys={"general.file_type": 999})
+    assert sizes_of_gguf(path)["dtype"] == "GUESSED"
 
 
 def test_llama_cpp_refuses_what_it_cannot_time(work, monkeypatch):
