@@ -21,6 +21,7 @@ from compressx.models.architecture import count_parameters
 from compressx.models.gguf_export import GgufOptions, file_bytes
 from compressx.planning.plan import Plan
 from compressx.recipe.sections import Allocation, AttentionAware, Budget, DivergenceAllocation
+from compressx.recipe.validation import validate_options
 from compressx.report.section import Column, Section, count_of, table
 from compressx.runtime.errors import Mistakes, RecipeError
 from compressx.stages.state import RunState, Stage
@@ -151,14 +152,16 @@ def _size(state: RunState, plan: Plan, budget: Budget) -> tuple[int, float]:
     biases = sum(parameters[f"{name}.bias"].numel() for name in owned if f"{name}.bias" in parameters)
     if budget.bytes is None:
         return count_parameters(state.skeleton), 1 + biases / weights
-    options = next((x.options for x in state.recipe.export if x.format == "gguf"), None)
-    if options is None:
+    i = next((i for i, x in enumerate(state.recipe.export) if x.format == "gguf"), None)
+    if i is None:
         raise RecipeError(
             "bytes are those of a GGUF file, the one format with a width for each block; add export: [{format: gguf}]"
         )
     place = state.checkpoint
     file = place.file if place is not None and place.gguf_file is not None else None
-    sizes = file_bytes(PlannedModel(state.skeleton, file), GgufOptions.model_validate(options))
+    where = partial(state.loaded.where, "export", i, "options")
+    options = validate_options(GgufOptions, state.recipe.export[i].options, where)
+    sizes = file_bytes(PlannedModel(state.skeleton, file), options)
     matrices = {f"{x.name}.weight" for x in plan.linears} | {parent(x.name) for x in plan.linears}
     of_linears = sum(size for name, size in sizes.items() if name in matrices)
     return sum(sizes.values()), (of_linears + 4 * biases) / weights

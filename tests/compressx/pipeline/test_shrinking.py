@@ -300,6 +300,12 @@ def test_a_budget_that_rules_cannot_keep_is_refused_before_weights_are_read(mode
         run(recipe(models("llama"), *rules, allocation={"method": "divergence", "target": target}))
 
 
+def test_an_option_of_the_file_that_a_budget_of_bytes_is_of_is_refused_in_one_line(models, unloaded):
+    asked = {"method": "divergence", "target": {"bytes": 10000}}
+    with pytest.raises(RecipeError, match=r"allocation\.target: .*export\[0\]\.options\.type.*'Q9' is none of F16"):
+        run(recipe(models("llama"), *OPEN, allocation=asked, export=[{"format": "gguf", "options": {"type": "Q9"}}]))
+
+
 SOME = {**NEURONS, "targets": ["model.layers.0.*"]}
 
 
