@@ -76,7 +76,8 @@ def test_a_new_structured_pruner_is_short_and_prunes_units_with_its_options(pack
     masks = {}
     for rows in (0.0, 100.0):
         model = tiny_model("llama")
-        rule = {"targets": ["*"], "pruner": "my-own", "pattern": "neurons", "sparsity": 0.25, "options": {"rows": rows}}
+        some = {"pattern": "neurons", "sparsity": 0.25, "multiple": 1}
+        rule = {"targets": ["*"], "pruner": "my-own", **some, "options": {"rows": rows}}
         pruned = compressx.prune(model, None, {"prune": [rule]}, calibration=tiny_tokens())
         masks[rows] = pruned.masks["model.layers.0.mlp.down_proj"].keep
         assert int((~masks[rows][0]).sum()) == 24
