@@ -179,18 +179,26 @@ def spread(
     spreading: list[tuple[list[Part], list[int]]] = []
     left = 0
     for group, zeros in zip(groups, shares([sum(u.weights for u in g) for g in groups], target), strict=True):
-        allotted = [zeros] if len(group) == 1 else choose(group, zeros)
         parts = [part for unit in group for part in unit.parts]
+        whole = _in_steps_of(parts, zeros)
+        allotted = [whole] if len(group) == 1 else choose(group, whole)
         wanted = [n for unit, count in zip(group, allotted, strict=True) for n in _within(unit, count)]
-        counts = _whole(parts, wanted, zeros + left)
+        counts = _whole(parts, wanted, _in_steps_of(parts, zeros + left))
         left += zeros - sum(counts)
         spreading.append((parts, counts))
     patterns: dict[str, Unstructured | NM] = {}
     for parts, given in reversed(spreading):  # earlier groups may have room for what the last ones could not take
-        counts = _whole(parts, given, sum(given) + left)
+        counts = _whole(parts, given, _in_steps_of(parts, sum(given) + left))
         left += sum(given) - sum(counts)
         patterns |= {x.name: p.with_zeros(n) for p, n in zip(parts, counts, strict=True) for x in p.linears}
     return patterns
+
+
+def _in_steps_of(parts: Sequence[Part], zeros: int) -> int:
+    """Round zeros to what units of one step can have: half a step more would be taken where it is not the cheapest."""
+    steps = {part.step if isinstance(part.pattern, Structured) else 0 for part in parts}
+    (step, *others) = steps
+    return zeros if others or not step else round(zeros / step) * step
 
 
 def _finest(group: Sequence[Unit]) -> int:

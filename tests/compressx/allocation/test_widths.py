@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tests.compressx.depths import planned
 from tests.compressx.mixtures import mixture
@@ -48,6 +48,7 @@ def widths(final: Plan) -> dict[str, set[int]]:
 
 
 @settings(max_examples=25)
+@example([(1.0, 1.0), (1.0, 1.0), (1.0, 2.0)], 0.25)  # half a multiple more than four
 @given(st.lists(st.tuples(st.floats(0.1, 10), st.floats(1.0, 4.0)), min_size=3, max_size=3), st.floats(0.1, 0.8))
 def test_no_other_widths_with_as_many_zeros_cost_less(kinds: list[tuple[float, float]], target: float) -> None:
     """Six multiples of 16 in each of three blocks, of which one stays at least; powers of the sparsity are convex."""
