@@ -20,7 +20,7 @@ from compressx.blocks.stage import statistics_bytes
 from compressx.models.architecture import count_parameters
 from compressx.models.gguf_export import GgufOptions, file_bytes
 from compressx.planning.plan import Plan
-from compressx.recipe.sections import Allocation, AttentionAware, Budget, DivergenceAllocation
+from compressx.recipe.sections import Allocation, AttentionAware, DivergenceAllocation, SizeBudget
 from compressx.recipe.validation import validate_options
 from compressx.report.section import Column, Section, count_of, table
 from compressx.runtime.errors import Mistakes, RecipeError
@@ -122,7 +122,7 @@ def within_budget(state: RunState, plan: Plan) -> Plan:
         RecipeError: a budget out of reach, or a rule whose zeros make nothing smaller.
     """
     settings = plan.allocation
-    if settings is None or not isinstance(budget := settings.target, Budget):
+    if settings is None or not isinstance(budget := settings.target, SizeBudget):
         return plan
     with state.loaded.at("allocation", "target"):
         if odd := next((x.name for x in plan.linears if not isinstance(x.pattern, Structured)), None):
@@ -144,7 +144,7 @@ def within_budget(state: RunState, plan: Plan) -> Plan:
         return dataclasses.replace(plan, allocation=settings.model_copy(update={"target": zeros / weights}))
 
 
-def _size(state: RunState, plan: Plan, budget: Budget) -> tuple[int, float]:
+def _size(state: RunState, plan: Plan, budget: SizeBudget) -> tuple[int, float]:
     """Return the size of the dense model, and what goes with a weight of a unit: biases go with rows."""
     parameters = dict(state.skeleton.named_parameters())
     weights = sum(x.weights for x in plan.linears)

@@ -179,9 +179,8 @@ def spread(
     spreading: list[tuple[list[Part], list[int]]] = []
     left = 0
     for group, zeros in zip(groups, shares([sum(u.weights for u in g) for g in groups], target), strict=True):
+        allotted = [zeros] if len(group) == 1 else choose(group, zeros)
         parts = [part for unit in group for part in unit.parts]
-        whole = _in_steps_of(parts, zeros)
-        allotted = [whole] if len(group) == 1 else choose(group, whole)
         wanted = [n for unit, count in zip(group, allotted, strict=True) for n in _within(unit, count)]
         counts = _whole(parts, wanted, _in_steps_of(parts, zeros + left))
         left += zeros - sum(counts)

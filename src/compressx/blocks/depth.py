@@ -352,9 +352,9 @@ def solved_beside(
 ) -> dict[str, tuple[Tensor, float]]:
     """Solve the linear that ends each block before blocks that go, so that it adds what they would have added.
 
-    The blocks that stay run one after the other on what the ones before them, already solved, leave. Its
-    output is brought to the dense model's hidden states behind the blocks that go. An error at a token counts relative
-    to the norm of those: the next block begins by dividing by it.
+    Each such block runs on what is left of the model before it, with earlier linears solved already. Its output is
+    brought to the dense model's hidden states behind the gap. An error at a token counts relative to their norm, since
+    the next block divides by it first.
 
     Args:
         access: as for `choose_blocks`.
@@ -376,17 +376,26 @@ def solved_beside(
         return {}
     order, solved = list(found.blocks), dict[str, tuple[Tensor, float]]()
     left = [keep(x.clone()) for x in dense]
-    entered = [keep(x.clone()) for x in dense]
-    last = max(order.index(fqn) for fqn in dropped)
+    entered = [keep(torch.empty_like(x)) for x in dense]
+    numbers = [order.index(fqn) for fqn in dropped]
+    first, last = min(numbers), max(numbers)
     previous: tuple[Block, list[Run]] | None = None
     for block, runs in each_block(access, found, calls, order[: last + 1]):
+        if block.index == first - 1:  # up to here nothing is missing
+            for x, whole in zip(left, dense, strict=True):
+                x.copy_(whole)
         advance(block.fqn, runs, dense)
-        if block.fqn not in dropped:
-            for before, x in zip(entered, left, strict=True):
-                before.copy_(x)
+        if block.fqn not in dropped and block.index >= first - 1:
+            if order[block.index + 1] in dropped:
+                previous = block, runs
+                for before, x in zip(entered, left, strict=True):
+                    before.copy_(x)
             advance(block.fqn, runs, left)
-            previous = block, runs
-        elif previous is not None and (block.index == last or order[block.index + 1] not in dropped):
+        elif (
+            previous is not None
+            and block.fqn in dropped
+            and (block.index == last or order[block.index + 1] not in dropped)
+        ):
             with access.materialise(previous[0].fqn):
                 solved |= _solved(access, *previous, mine, entered, dense, left, ranks)
     return solved
@@ -404,7 +413,7 @@ def _solved(
     wanted: Sequence[Tensor], left: Sequence[Tensor], ranks: Ranks,
 ) -> dict[str, tuple[Tensor, float]]:  # fmt: skip
     """Solve a block's last linear, and advance `left` to what the block then gives; nothing where it has none."""
-    if (linear := _last_linear(block)) is None or linear.name not in names:
+    if (linear := last_linear(block)) is None or linear.name not in names:
         return {}
     correction = Correction(linear.out_features, linear.in_features, linear.held.device)
     inputs: list[Tensor] = []
@@ -436,7 +445,7 @@ def _solved(
     return {linear.name: (new, share)}
 
 
-def _last_linear(block: Block) -> Linear | None:
+def last_linear(block: Block) -> Linear | None:
     """Return the linear that reads all feed-forward neurons of a block; None if there are several, or none."""
     with suppress(UnsupportedModelError):
         units = find_units("neurons", block)

@@ -17,7 +17,7 @@ from compressx.api.names import kind_of
 from compressx.api.patterns import allocated_form
 from compressx.api.pruner import AnyPruner, Block, DepthSearch, Linear, Statistic, statistic_of
 from compressx.api.record import BlockReport, LayerReport, RunReport, total_sparsity
-from compressx.blocks.depth import choose_blocks, refuse_needed, solved_beside
+from compressx.blocks.depth import choose_blocks, last_linear, refuse_needed, solved_beside
 from compressx.blocks.fisher import FisherDiagonal, fisher_diagonal
 from compressx.blocks.observe import inputs_watched, is_routed
 from compressx.blocks.prune import hold_routers, prune_model
@@ -41,14 +41,20 @@ class ScoreBlocks(Stage):
     everywhere = True
 
     def memory(self, state: RunState) -> Mapping[str, int]:
-        """Return the bytes of the hidden states in which trials of a search differ, and of a window's predictions."""
+        """Return the bytes that trials of a search hold, hidden states and predictions, and those of solving."""
         text, depth = state.recipe.calibration, state.plan.depth
         if text is None or depth is None or not isinstance(pruner := depth.rule.build_depth(), DepthSearch):
             return {}
         # Those that enter a block, and those that leave it.
         windows = 2 * min(text.batch_size, text.samples, pruner.windows) * (1 + len(find_blocks(state.skeleton)))
         predictions = 3 * 4 * text.sequence_length * text_config(state.skeleton).vocab_size
-        return {"hidden states of trials": state.hidden_bytes(windows), "predictions of a window": predictions}
+        parts = {"hidden states of trials": state.hidden_bytes(windows), "predictions of a window": predictions}
+        if not getattr(pruner, "solves", False) or state.recipe.base is not None:
+            return parts
+        if not state.in_files(states := state.hidden_bytes(3 * text.samples)):
+            parts["hidden states of solving"] = states
+        last = last_linear(_block(state.skeleton, depth.blocks[0]))
+        return {**parts, "equations of a linear": 0 if last is None else 3 * 8 * last.in_features**2}
 
     def run(self, state: RunState) -> None:
         """Score the blocks, or let a search choose some, unless an interrupted run has."""
@@ -187,10 +193,9 @@ def statistics_bytes(state: RunState) -> dict[str, int]:
     text, planned, skeleton = state.recipe.calibration, state.plan, state.skeleton
     if text is None or not planned.needs_calibration or not planned.linears:
         return {}
-    blocks = find_blocks(skeleton)
-    fqn = max(blocks, key=lambda name: sum(x.weights for x in planned.linears if x.block == name))
-    linears = survey(skeleton).inside(fqn)
-    block = Block(list(blocks).index(fqn), fqn, blocks[fqn], linears, (), text_config(skeleton))
+    fqn = max(find_blocks(skeleton), key=lambda name: sum(x.weights for x in planned.linears if x.block == name))
+    block = _block(skeleton, fqn)
+    linears = block.linears
     windows = (text.samples, text.sequence_length)
     inputs, size = _inputs(skeleton, linears, text.sequence_length), 0
     with torch.device("meta"):
@@ -201,6 +206,11 @@ def statistics_bytes(state: RunState) -> dict[str, int]:
                 seen.append(statistic)
                 size += _size(statistic, (*windows, linears[name].in_features), skeleton.dtype)
     return {"statistics of the largest block": size} if size else {}
+
+
+def _block(skeleton: Any, fqn: str) -> Block:
+    blocks = find_blocks(skeleton)
+    return Block(list(blocks).index(fqn), fqn, blocks[fqn], survey(skeleton).inside(fqn), (), text_config(skeleton))
 
 
 def _pruners(planned: Plan, fqn: str) -> Iterator[tuple[str, AnyPruner, str]]:

@@ -27,7 +27,7 @@ class Options(BaseModel):
     windows: StrictInt = Field(8, ge=1, description="calibration windows that trials run on, the first ones")
     solve: StrictBool = Field(
         True,
-        description="solve the down projection before blocks that go anew, so that it adds what they would have added",
+        description="solve for the last linear before each gap again, so that it adds what the dropped blocks added",
     )
 
 

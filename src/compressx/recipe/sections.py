@@ -75,7 +75,7 @@ _METHOD = "how sparsities are chosen"
 _WINDOWS = "the first calibration windows to measure with"
 
 
-class Budget(Strict):
+class SizeBudget(Strict):
     """How small the model has to become, in place of a fraction of zeros; with rules of units only."""
 
     parameters: StrictFloat | None = Field(
@@ -84,7 +84,7 @@ class Budget(Strict):
     bytes: SizeField | None = Field(None, description="size of the GGUF file that is exported, at most, such as 120MB")
 
     @model_validator(mode="after")
-    def _one(self) -> Budget:
+    def _one(self) -> SizeBudget:
         if (self.parameters is None) == (self.bytes is None):
             raise conflict("give exactly one of parameters, bytes", sorted(self.model_fields_set))
         return self
@@ -111,8 +111,8 @@ class _Measuring(Strict):
     """Keys of the methods that measure divergences."""
 
     target: Annotated[
-        Annotated[StrictFloat, Field(gt=0, lt=MAX_SPARSITY), Tag("number")] | Annotated[Budget, Tag("mapping")],
-        Discriminator(lambda value: "mapping" if isinstance(value, dict | Budget) else "number"),
+        Annotated[StrictFloat, Field(gt=0, lt=MAX_SPARSITY), Tag("number")] | Annotated[SizeBudget, Tag("mapping")],
+        Discriminator(lambda value: "mapping" if isinstance(value, dict | SizeBudget) else "number"),
     ] = Field(description=f"{_TARGET}; or a budget, {{parameters: 0.8}} or {{bytes: 120MB}}")
     sparsities: list[Annotated[StrictFloat, Field(gt=0, le=MAX_SPARSITY)]] = Field(
         default=[0.3, 0.5, 0.7, 0.9], min_length=2, description="sparsities to measure, increasing; 0.5 is 50%"
@@ -128,12 +128,12 @@ class _Measuring(Strict):
     @property
     def budget(self) -> dict[str, float]:
         """The budget's number by its key; empty of a fraction of zeros."""
-        return self.target.model_dump(exclude_none=True) if isinstance(self.target, Budget) else {}
+        return self.target.model_dump(exclude_none=True) if isinstance(self.target, SizeBudget) else {}
 
     @property
     def fraction(self) -> float:
         """The target; of a budget, which is none before the model is known, a half."""
-        return 0.5 if isinstance(self.target, Budget) else self.target
+        return 0.5 if isinstance(self.target, SizeBudget) else self.target
 
     @model_validator(mode="after")
     def _rising(self) -> _Measuring:

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from tests.compressx.blocks.test_handed_on import gemma4
 from tests.compressx.depths import THIRD, planned
 from tests.compressx.processes import in_two, joined
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from compressx import PluginError, PrunerSpec, UnsupportedModelError
 from compressx.blocks.depth import Trials, choose_blocks, score_blocks, solved_beside
@@ -410,6 +410,17 @@ def test_the_block_before_those_that_go_adds_what_least_squares_says_they_would_
     left = (missing - x @ change.T).square().sum() / missing.square().sum()
     assert share == pytest.approx(float(left), rel=1e-6)
     assert share < 1
+
+
+def test_of_a_streamed_model_the_same_linears_are_solved_beside_two_gaps(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "vocab_size": 128}
+    model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=6, **sizes)).eval()
+    model.save_pretrained(tmp_path)
+    plan = planned(model, THIRD | {"pruner": "depth"}).scored({}, {f"model.layers.{i}": 0.0 for i in (2, 4, 5)})
+    found = solved_beside(InMemory(model), plan, BATCHES)
+    assert [*found] == ["model.layers.1.mlp.down_proj", "model.layers.3.mlp.down_proj"]
+    again = solved_beside(open_streamed(Checkpoint(str(tmp_path))), plan, BATCHES)
+    assert all(torch.equal(x, again[n][0]) and share == again[n][1] for n, (x, share) in found.items())
 
 
 def test_no_linear_is_solved_that_is_not_added_as_it_is_or_that_another_rule_prunes():

@@ -85,6 +85,9 @@ def test_each_stage_has_its_parts(model):
     searched = planned(model, depth)[2]["calibrate"]
     assert searched["hidden states of trials"] == 2 * (1 + 3) * STATES // 2
     assert searched["predictions of a window"] == 3 * 4 * 32 * 128
+    assert searched["hidden states of solving"] == 3 * STATES
+    assert searched["equations of a linear"] == 3 * 8 * 96**2
+    assert not any("solving" in x for x in planned(model, {**depth, "options": {"solve": False}})[2]["calibrate"])
     text = {"dataset": {"text": str(model.with_name("text.txt"))}, "samples": 8, "sequence_length": 32}
     assert "hidden states" not in planned(model, calibration={**text, "memory_limit": STATES - 1})[2]["prune"]
 
