@@ -6,26 +6,36 @@ import dataclasses
 import logging
 import math
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+import statistics
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 
 from compressx.allocation.methods import Curves, allocate, stored_windows
 from compressx.allocation.units import check_allocation, units_of
 from compressx.api.exporter import PlannedModel
 from compressx.api.names import in_short, kind_of
-from compressx.api.patterns import Structured, Unstructured
+from compressx.api.patterns import Structured, UnitKind, Unstructured
 from compressx.api.projections import parent
 from compressx.api.record import RunReport
 from compressx.blocks.stage import statistics_bytes
+from compressx.evaluation.bench import BenchSettings, bench
+from compressx.models.access import Access
 from compressx.models.architecture import count_parameters
-from compressx.models.gguf_export import GgufOptions, file_bytes
+from compressx.models.gguf_export import GgufOptions, Like, file_bytes, write
+from compressx.models.streaming import open_model
 from compressx.planning.plan import Plan
 from compressx.recipe.sections import Allocation, AttentionAware, DivergenceAllocation, SizeBudget
+from compressx.recipe.sources import ModelSource
 from compressx.recipe.validation import validate_options
 from compressx.report.section import Column, Section, count_of, table
-from compressx.runtime.errors import Mistakes, RecipeError
+from compressx.report.speeds import Length
+from compressx.runtime.errors import CompressxError, Mistakes, RecipeError
 from compressx.stages.state import RunState, Stage
 from compressx.stages.store import ALLOCATED, Allocated
+
+_BENCH = BenchSettings((Length(16, 64),), fit=True, engine="llama.cpp")
 
 
 class Allocate(Stage):
@@ -90,7 +100,10 @@ class Allocate(Stage):
             dense, left = chosen.parameters
             note += f" Of {dense} parameters {left} are left, {left / dense:.2%}"
             files = [f"; the GGUF file has {x['bytes']} bytes" for x in report.exports if x["format"] == "gguf"]
-            asked = [f"; asked for: {name} {x:.10g} at most" for name, x in chosen.budget.items()]
+            files += [f", and writes {x['decode']:.3g} times as fast as the dense model's in llama.cpp"
+                      for x in report.exports if "decode" in x]  # fmt: skip
+            bound = "least" if "decode" in chosen.budget else "most"
+            asked = [f"; asked for: {name} {x:.10g} at {bound}" for name, x in chosen.budget.items()]
             note += "".join([*files, *asked]) + "."
         if any(unit.divergence is not None for unit in chosen.units):
             note += (
@@ -118,6 +131,8 @@ class Allocate(Stage):
 def within_budget(state: RunState, plan: Plan) -> Plan:
     """Return a plan whose allocation has a fraction of zeros in place of its budget.
 
+    One of speed stays until there are weights to time: for `_in_time`.
+
     Raises:
         RecipeError: a budget out of reach, or a rule whose zeros make nothing smaller.
     """
@@ -130,18 +145,30 @@ def within_budget(state: RunState, plan: Plan) -> Plan:
                 f"a budget needs rules with pattern: neurons or kv-groups, since zeros anywhere in {odd} make nothing "
                 "smaller; add it, or give target a fraction of zeros"
             )
-        units = units_of(plan, settings.unit)
-        weights, most = sum(u.weights for u in units), sum(u.most() for u in units)
-        step = min(part.step for u in units for part in u.parts)
+        if budget.decode is not None:
+            _exported(state, "decode is the speed")
+            _BENCH.check()
+            return plan
         whole, each = _size(state, plan, budget)
-        asked = budget.bytes or whole * (budget.parameters or 0)
+        asked, most = budget.bytes or whole * (budget.parameters or 0), _most(plan, settings)
         least = whole - most * each
         if not least <= asked < whole:
             reach = f"{least / whole:.6g} to 1 of" if budget.bytes is None else f"{math.ceil(least)} to {whole}"
-            ((name, given),) = budget.model_dump(exclude_none=True).items()
+            ((name, given),) = settings.budget.items()
             raise RecipeError(f"{name}: {given:.10g} cannot be reached: the rules leave from {reach} {name}")
-        zeros = min(math.ceil((whole - asked) / each / step) * step, most)
-        return dataclasses.replace(plan, allocation=settings.model_copy(update={"target": zeros / weights}))
+        return dataclasses.replace(plan, allocation=_without(plan, settings, (whole - asked) / each))
+
+
+def _most(plan: Plan, settings: Allocation) -> int:
+    return sum(u.most() for u in units_of(plan, settings.unit))
+
+
+def _without(plan: Plan, settings: Allocation, weights: float) -> Allocation:
+    """Return settings whose target leaves out that many weights at least, in whole steps."""
+    units = units_of(plan, settings.unit)
+    step = min(part.step for u in units for part in u.parts)
+    zeros = min(math.ceil(weights / step) * step, _most(plan, settings))
+    return settings.model_copy(update={"target": zeros / sum(u.weights for u in units)})
 
 
 def _size(state: RunState, plan: Plan, budget: SizeBudget) -> tuple[int, float]:
@@ -152,19 +179,73 @@ def _size(state: RunState, plan: Plan, budget: SizeBudget) -> tuple[int, float]:
     biases = sum(parameters[f"{name}.bias"].numel() for name in owned if f"{name}.bias" in parameters)
     if budget.bytes is None:
         return count_parameters(state.skeleton), 1 + biases / weights
+    sizes = file_bytes(*_exported(state, "bytes are those"))
+    matrices = {f"{x.name}.weight" for x in plan.linears} | {parent(x.name) for x in plan.linears}
+    of_linears = sum(size for name, size in sizes.items() if name in matrices)
+    return sum(sizes.values()), (of_linears + 4 * biases) / weights
+
+
+def _exported(state: RunState, what: str) -> tuple[PlannedModel, GgufOptions]:
+    """Return the model as it is exported as GGUF, and how; `what` of that file a budget is of."""
     i = next((i for i, x in enumerate(state.recipe.export) if x.format == "gguf"), None)
     if i is None:
         raise RecipeError(
-            "bytes are those of a GGUF file, the one format with a width for each block; add export: [{format: gguf}]"
+            f"{what} of a GGUF file, the one format with a width for each block; add export: [{{format: gguf}}]"
         )
     place = state.checkpoint
     file = place.file if place is not None and place.gguf_file is not None else None
     where = partial(state.loaded.where, "export", i, "options")
-    options = validate_options(GgufOptions, state.recipe.export[i].options, where)
-    sizes = file_bytes(PlannedModel(state.skeleton, file), options)
-    matrices = {f"{x.name}.weight" for x in plan.linears} | {parent(x.name) for x in plan.linears}
-    of_linears = sum(size for name, size in sizes.items() if name in matrices)
-    return sum(sizes.values()), (of_linears + 4 * biases) / weights
+    return PlannedModel(state.skeleton, file), validate_options(GgufOptions, state.recipe.export[i].options, where)
+
+
+def _in_time(state: RunState, settings: Allocation) -> Allocation:
+    """Return settings with a fraction of zeros in place of a budget of speed.
+
+    The time of a token is measured with all and with half of the units; between them it falls with the weights.
+    """
+    if (asked := settings.budget.get("decode")) is None:
+        return settings
+    halved = sorted({x.pattern.unit for x in state.plan.linears if isinstance(x.pattern, Structured)})
+    speed, gone = _faster(state, state.access, halved)
+    state.note(f"decode: with half of {' and '.join(halved)} gone, llama.cpp is {speed:.4g} times as fast")
+    each, most = (1 - 1 / speed) / gone, min(_most(state.plan, settings), gone)
+    if (1 - 1 / asked) > most * each:
+        with state.loaded.at("allocation", "target"):
+            raise RecipeError(
+                f"decode: {asked:.10g} cannot be reached: without half of the units the file writes {speed:.4g} times "
+                "as fast on this machine"
+            )
+    return _without(state.plan, settings, (1 - 1 / asked) / each)
+
+
+def _faster(
+    state: RunState, dense: Access, halved: Sequence[UnitKind] = (), file: Path | None = None
+) -> tuple[float, int]:
+    """Return how many times as fast as the dense model a file, or half of the units, writes; and the weights gone."""
+    planned, options = _exported(state, "decode is the speed")
+    like = Like.read(options.like, planned.gguf)
+    state.note("decode: timing two files in llama.cpp")
+    with tempfile.TemporaryDirectory(prefix="compressx-") as folder:
+        write(dense, like, options.type, whole := Path(folder, "dense.gguf"))
+        if file is None:
+            write(dense, like, options.type, file := Path(folder, "half.gguf"), halved)
+        models = bench([ModelSource(path=whole), ModelSource(path=file)], _BENCH).models
+    took = [next(iter(x.seconds.values()))["decode"] for x in models]
+    faster = statistics.median(a / b for a, b in zip(*took, strict=True))
+    return faster, models[0].parameters - models[1].parameters
+
+
+def speed_reached(state: RunState, file: Path) -> dict[str, float]:
+    """Return what a written file reached of a budget of speed, for `RunReport.exports`; empty without one."""
+    settings, checkpoint = state.recipe.allocation, state.checkpoint
+    if settings is None or "decode" not in settings.budget or checkpoint is None:
+        return {}
+    dense = open_model(checkpoint, state.recipe.model.streaming, state.device)
+    try:
+        return {"decode": _faster(state, dense, file=file)[0]}
+    except CompressxError as error:  # the model is written, and its speed is only told
+        state.note(f"decode: not timed: {error}")
+        return {}
 
 
 def _measured(state: RunState, settings: Allocation) -> None:
@@ -173,7 +254,7 @@ def _measured(state: RunState, settings: Allocation) -> None:
         allocated = None
         state.report_progress("allocate", 0, 1)
         if ranks.first:
-            batches = state.batches
+            settings, batches = _in_time(state, settings), state.batches
             keep = state.keep("allocation", stored_windows(state.plan, settings, sum(map(len, batches))))
             try:
                 final, report = allocate(
@@ -186,8 +267,8 @@ def _measured(state: RunState, settings: Allocation) -> None:
             chosen = {
                 x.name: Unstructured(p.sparsity) if isinstance(p := x.pattern, Structured) else p for x in final.linears
             }
-            budget = getattr(state.recipe.allocation, "budget", {})
-            allocated = Allocated(chosen, dataclasses.replace(report, budget=budget))
+            assert state.recipe.allocation is not None  # noqa: S101 - as in the plan
+            allocated = Allocated(chosen, dataclasses.replace(report, budget=state.recipe.allocation.budget))
         received = ranks.broadcast({} if allocated is None else dataclasses.asdict(allocated))
         store.allocate(ALLOCATED.validate_python(received) if allocated is None else allocated)
     assert store.allocated is not None  # noqa: S101 - set above

@@ -97,7 +97,7 @@ class BenchSettings:
             )
         if importlib.util.find_spec("xllamacpp") is None:
             raise RecipeError(
-                "--engine llama.cpp needs the package xllamacpp; install it by pip install 'compressx[llama-cpp]'"
+                "llama.cpp is run by the package xllamacpp; install it by pip install 'compressx[llama-cpp]'"
             )
 
 

@@ -12,7 +12,7 @@ import logging
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
@@ -215,8 +215,8 @@ class _Alive:
     biased: bool
 
 
-def _alive(block: Block, *kinds: UnitKind) -> dict[UnitKind, _Alive]:
-    """Find what contributes: units whose columns of the output are not all zero."""
+def _alive(block: Block, kinds: Collection[UnitKind], halved: Collection[UnitKind]) -> dict[UnitKind, _Alive]:
+    """Find what contributes: units whose columns of the output are not all zero; of `halved` kinds the first half."""
     found = {}
     for kind in kinds:
         try:
@@ -229,11 +229,13 @@ def _alive(block: Block, *kinds: UnitKind) -> dict[UnitKind, _Alive]:
         ((linear, own),) = outputs
         live = torch.zeros(sets[0].count, dtype=torch.bool)
         live[own.unit[(linear.held != 0).any(dim=0).cpu()]] = True
+        if kind in halved:
+            live = torch.arange(len(live)) < len(live) // 2
         found[kind] = _Alive(sets[0], live, linear.bias is not None and bool((linear.bias != 0).any()))
     return found
 
 
-def parts_of(access: Access, like: Like) -> tuple[str, list[_Cut]]:
+def parts_of(access: Access, like: Like, halved: Collection[UnitKind] = ()) -> tuple[str, list[_Cut]]:
     """Choose what is written of each block: no dead neurons, key/value groups and blocks, as far as a file can say so.
 
     Returns:
@@ -246,7 +248,7 @@ def parts_of(access: Access, like: Like) -> tuple[str, list[_Cut]]:
     config = text_config(access.model)
     for i, (fqn, module) in enumerate(known.blocks.items()):
         with access.materialise(fqn):
-            every[fqn] = _alive(Block(i, fqn, module, known.inside(fqn), (), config), *kinds)
+            every[fqn] = _alive(Block(i, fqn, module, known.inside(fqn), (), config), kinds, halved)
     found = {fqn: x for fqn, x in every.items() if not _adds_nothing(x, known.inside(fqn))}
     types = getattr(config, "layer_types", None) or []
     left = [kind for kind, fqn in zip(types, known.blocks, strict=False) if fqn in found]
@@ -484,8 +486,8 @@ class _Places:
         return {f"{architecture}.{key}": x for key, x in found.items()}
 
 
-def write(access: Access, like: Like, kind: str, path: Path) -> str:
-    """Write a model to a GGUF file, one tensor at a time, and return a line about it.
+def write(access: Access, like: Like, kind: str, path: Path, halved: Collection[UnitKind] = ()) -> str:
+    """Write a model to a GGUF file, one tensor at a time, and return a line about it; of `halved` units half alone.
 
     Raises:
         ArtifactError: a like file of another model, values that float16 cannot hold, a file that cannot be written.
@@ -501,7 +503,7 @@ def write(access: Access, like: Like, kind: str, path: Path) -> str:
             return packed
 
     refuse_foreign(access.model, like)
-    architecture, parts = parts_of(access, like)
+    architecture, parts = parts_of(access, like, halved)
     with access.materialise(OUTSIDE):  # where a streamed model has its head tied
         layout = _Places(access.model, like, architecture)
     tensors = layout.written(parts, kind)

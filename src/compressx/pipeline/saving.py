@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from compressx.allocation.stage import speed_reached
 from compressx.api.exporter import Exporter, FinishedModel, PlannedModel
 from compressx.data.documents import local_files
 from compressx.evaluation.evaluators import evaluate
@@ -129,7 +130,8 @@ def written(state: RunState, output: Path) -> Iterator[dict[str, Any]]:
             state.note(f"{export.format}: {told}")
         size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
         found = {"format": export.format, "folder": folder.relative_to(output).as_posix(), "bytes": size}
-        yield found | _measured(state, export.format, folder, getattr(exporter, "loads", None))
+        speed = speed_reached(state, folder / "model.gguf") if export.format == "gguf" else {}
+        yield found | _measured(state, export.format, folder, getattr(exporter, "loads", None)) | speed
     if _OWN not in {export.format for export in state.recipe.export}:
         shutil.rmtree(model.folder)
 

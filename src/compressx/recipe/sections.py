@@ -76,17 +76,20 @@ _WINDOWS = "the first calibration windows to measure with"
 
 
 class SizeBudget(Strict):
-    """How small the model has to become, in place of a fraction of zeros; with rules of units only."""
+    """How small or fast the model has to become, in place of a fraction of zeros; with rules of units only."""
 
     parameters: StrictFloat | None = Field(
         None, gt=0, lt=1, description="fraction of all the model's parameters that stay, at most; 0.8 is 80%"
     )
     bytes: SizeField | None = Field(None, description="size of the GGUF file that is exported, at most, such as 120MB")
+    decode: StrictFloat | None = Field(
+        None, gt=1, description="times as fast as the dense model that the GGUF file writes in llama.cpp, at least"
+    )
 
     @model_validator(mode="after")
     def _one(self) -> SizeBudget:
-        if (self.parameters is None) == (self.bytes is None):
-            raise conflict("give exactly one of parameters, bytes", sorted(self.model_fields_set))
+        if len(self.model_dump(exclude_none=True)) != 1:
+            raise conflict("give exactly one of parameters, bytes, decode", sorted(self.model_fields_set))
         return self
 
 
@@ -98,6 +101,7 @@ class OwlAllocation(Strict):
     samples: StrictInt = Field(24, ge=1, description=_WINDOWS)
 
     measures: ClassVar[str] = "outliers"
+    budget: ClassVar[Mapping[str, float]] = {}
 
     @property
     def fraction(self) -> float:
@@ -113,7 +117,7 @@ class _Measuring(Strict):
     target: Annotated[
         Annotated[StrictFloat, Field(gt=0, lt=MAX_SPARSITY), Tag("number")] | Annotated[SizeBudget, Tag("mapping")],
         Discriminator(lambda value: "mapping" if isinstance(value, dict | SizeBudget) else "number"),
-    ] = Field(description=f"{_TARGET}; or a budget, {{parameters: 0.8}} or {{bytes: 120MB}}")
+    ] = Field(description=f"{_TARGET}; or a budget, {{parameters: 0.8}}, {{bytes: 120MB}} or {{decode: 1.3}}")
     sparsities: list[Annotated[StrictFloat, Field(gt=0, le=MAX_SPARSITY)]] = Field(
         default=[0.3, 0.5, 0.7, 0.9], min_length=2, description="sparsities to measure, increasing; 0.5 is 50%"
     )
