@@ -88,7 +88,7 @@ def test_every_plugin_arrives_through_its_entry_point(fresh, tmp_path):
     assert {name: record["distribution"] for name, record in records.items()} == expected
     kinds = ("pruners", "token_selectors", "evaluators", "exporters")
     offered = {name: [x for kind in kinds for x in record[kind]] for name, record in records.items()}
-    several = {"random-tokens": ["random"], "depth": ["depth", "divergence", "shortgpt"]}
+    several = {"random-tokens": ["random"]}
     assert offered == {name: [name] for name in expected} | several
     for record in records.values():
         assert (record["status"], record["source"]) == ("loaded", "entry point")
@@ -128,7 +128,7 @@ output: out
     assert gone.returncode == 2
     assert "r.yaml:5" in gone.stderr
     assert "no pruner 'random'; did you mean" in gone.stderr
-    assert "valid: alps, attnprune, dare, depth, divergence, magnitude" in gone.stderr
+    assert "valid: alps, attnprune, dare, depth, magnitude" in gone.stderr
 
 
 def test_a_token_selector_by_pip_shortens_prompts_and_blocked_it_is_named(fresh, tmp_path):

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from compressx.api.pruner import (
         Block,
         BlockCall,
-        DepthPruner,
         DepthSearch,
         Divergences,
         Linear,
@@ -45,7 +44,6 @@ if TYPE_CHECKING:
         PrunerSpec,
         RoutedStatistic,
         Statistic,
-        StreamStatistic,
     )
     from compressx.api.record import BlockReport, LayerReport, RunReport
     from compressx.api.selector import AttentionRows, ModelFacts, Needle, TokenSelector, TokenSelectorSpec
@@ -74,9 +72,8 @@ _HOME = {
                  "competing", "count_dropped", "drop_lowest", "keep_mask", "keep_masks"],
     "api.projections": ["Projections", "Rows", "find_projections", "head_size"],
     "plugins.manager": ["Plugins", "load_plugins"],
-    "api.pruner": ["Block", "BlockCall", "DepthPruner", "DepthSearch", "Divergences", "Linear", "NoOptions",
-               "PreparingPruner", "PruneResult", "Pruner", "PrunerSpec", "RoutedStatistic", "Statistic",
-               "StreamStatistic"],
+    "api.pruner": ["Block", "BlockCall", "DepthSearch", "Divergences", "Linear", "NoOptions",
+               "PreparingPruner", "PruneResult", "Pruner", "PrunerSpec", "RoutedStatistic", "Statistic"],
     "api.record": ["BlockReport", "LayerReport", "RunReport"],
     "models.units": ["find_units"],
     "pipeline.memory": ["PrunedModel", "prune"],
@@ -99,7 +96,6 @@ __all__ = [
     "CalibrationError",
     "CompressxError",
     "Covariance",
-    "DepthPruner",
     "DepthSearch",
     "Divergences",
     "EvaluatedModel",
@@ -135,7 +131,6 @@ __all__ = [
     "Selected",
     "SequenceSample",
     "Statistic",
-    "StreamStatistic",
     "Structured",
     "TokenSelector",
     "TokenSelectorSpec",

@@ -9,7 +9,7 @@ from compressx.planning.plan import Plan
 from compressx.plugins.manager import Plugins, load_plugins
 from compressx.recipe.schema import LoadedRecipe, recipe_from_dict
 
-THIRD = {"targets": ["*"], "pruner": "shortgpt", "pattern": "blocks", "sparsity": 0.34}
+THIRD = {"targets": ["*"], "pruner": "depth", "pattern": "blocks", "sparsity": 0.34}
 """One of the three blocks of a tiny model."""
 
 

@@ -257,44 +257,6 @@ class PreparingPruner(Protocol):
         """
 
 
-class StreamStatistic(Protocol):
-    """A running summary of what a block changes in the hidden states that pass through it."""
-
-    def update(self, before: Tensor, after: Tensor) -> None:
-        """Take in one batch; the tensors are only to be read.
-
-        Args:
-            before: the hidden states without the block, [batch, tokens, hidden_size], in the model's dtype: its input,
-                or where differences from a base are pruned, the output of the base's block.
-            after: the block's output, likewise.
-        """
-
-    def tensors(self) -> Mapping[str, tuple[Tensor, Reduction]]:
-        """Return the accumulators themselves, each with its reduction across processes: `sum` or `max`."""
-
-
-@runtime_checkable
-class DepthPruner(Protocol):
-    """Scores decoder blocks, for rules with `pattern: blocks`.
-
-    The host runs the dense model on the calibration text, one block after the other, fills a statistic of each block
-    that may go, and drops as many blocks as the recipe asks for, those of the lowest scores; of equal ones the first.
-    Where the pruner has the attribute `reads_gradients = True`, `update` of its statistics is given a third tensor, and
-    the first 32 windows only: the gradient of the model's likelihood with respect to the block's output, likewise.
-    """
-
-    def observe_block(self, block: Block) -> StreamStatistic:
-        """Return a fresh statistic for a block."""
-
-    def score_block(self, block: Block, statistic: Any, /) -> float:
-        """Return how much the model would lose without a block, in any unit.
-
-        Args:
-            block: the block with its dense weights.
-            statistic: what `observe_block` returned for it, filled.
-        """
-
-
 Divergences: TypeAlias = Callable[[Sequence[Collection[str]]], list[float]]
 """From sets of blocks, by name, the mean divergence KL(dense || without them) of the model's predictions, in nats."""
 
@@ -346,8 +308,7 @@ class PrunerSpec:
         build: makes the pruner from validated options.
         groups: the budgets that it supports for unstructured sparsity, the first being its default.
         nm: whether it supports N:M.
-        units: the units of `Structured` patterns that it supports; with `blocks` it is a `DepthPruner` or a
-            `DepthSearch`.
+        units: the units of `Structured` patterns that it supports; with `blocks` it is a `DepthSearch`.
         reconstructs: whether it accepts `FixedMask`, so that a recipe can name it after `reconstruct:`.
         selecting_options: names of the options that change nothing for given masks, and are refused there.
         separable: whether each linear is decided from its own weight and statistics, so that a block's linears can be
@@ -361,7 +322,7 @@ class PrunerSpec:
     name: str
     summary: str
     options: type[BaseModel]
-    build: Callable[[Any], AnyPruner | DepthPruner | DepthSearch]
+    build: Callable[[Any], AnyPruner | DepthSearch]
     groups: tuple[Group, ...] = ("row", "layer", "joint")
     nm: bool = True
     units: tuple[UnitKind, ...] = ()

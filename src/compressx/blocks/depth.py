@@ -1,4 +1,4 @@
-"""Choose the decoder blocks of a dense model that can be dropped: those of the lowest scores, or by trial."""
+"""Choose by trial the decoder blocks of a dense model that go, and solve for the linears beside them."""
 
 from __future__ import annotations
 
@@ -7,17 +7,15 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import accumulate, chain
-from numbers import Real
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from compressx.api.pruner import Block, DepthPruner, Linear, PruneResult, StreamStatistic
-from compressx.blocks.exchange import reduce_
-from compressx.blocks.fisher import ROW_WINDOWS, gradients, groups
-from compressx.blocks.observe import inputs_watched, unchanged
+from compressx.api.pruner import Block, Linear, PruneResult
+from compressx.blocks.fisher import groups
+from compressx.blocks.observe import inputs_watched
 from compressx.blocks.select import restored
 from compressx.models.access import Access
 from compressx.models.architecture import find_blocks, survey, text_config
@@ -41,77 +39,34 @@ from compressx.planning.plan import Plan, PlannedDepth
 from compressx.runtime.errors import PluginError, UnsupportedModelError, blamed_on
 from compressx.runtime.finite import finite, refuse_damage
 from compressx.runtime.ranks import ALONE, Ranks
-from compressx.runtime.transfer import to_device, written_behind
-
-
-@torch.no_grad()
-def score_blocks(
-    access: Access, depth: PlannedDepth, batches: Sequence[Tensor], keep: Keep = in_memory, ranks: Ranks = ALONE,
-    progress: Callable[[int, int], None] = lambda _done, _total: None,
-) -> dict[str, float]:  # fmt: skip
-    """Run the dense model once, and score every block that may go; arguments and errors are as of `choose_blocks`."""
-    found = survey(access.model)
-    name, pruner = depth.rule.pruner.name, depth.rule.build_depth()
-    assert isinstance(pruner, DepthPruner)  # noqa: S101 - `choose_blocks` asked
-    reads = getattr(pruner, "reads_gradients", False)
-    slopes = gradients(access, found, depth.blocks, _first(batches, ROW_WINDOWS / ranks.size), keep) if reads else {}
-    states, calls = capture(access, found, batches, keep)
-    scores: dict[str, float] = {}
-    last = max(list(found.blocks).index(fqn) for fqn in depth.blocks)
-    for block, runs in each_block(access, found, calls, list(found.blocks)[: last + 1]):
-        statistic = None
-        if block.fqn in depth.blocks:
-            refuse_damage(block.module, block.fqn)
-            if access.base is None:
-                _refuse_remainder(block, runs[0], states[0])
-            statistic = _fresh(name, pruner, block)
-        with written_behind() as put:
-            for i, (run, state) in enumerate(zip(runs, states, strict=True)):
-                after = finite(run(state), block.fqn)
-                slope = [to_device(x, after.device) for x in slopes[block.fqn][i : i + 1]] if slopes else []
-                if statistic is not None and len(slope) == bool(slopes):
-                    before = to_device(_without(access, block, run, state), after.device)
-                    with (
-                        unchanged(name, block.fqn, before, after, *slope),
-                        blamed_on(f"update of the statistic of pruner {name!r} failed on {block.fqn}"),
-                    ):
-                        statistic.update(before, after, *slope)
-                put(state, after)
-        if statistic is not None:
-            scores[block.fqn] = _score(name, pruner, block, statistic, ranks)
-            progress(len(scores), len(depth.blocks))
-    return scores
+from compressx.runtime.transfer import to_device
 
 
 def choose_blocks(
-    access: Access, depth: PlannedDepth, batches: Sequence[Tensor], keep: Keep = in_memory, ranks: Ranks = ALONE,
+    access: Access, depth: PlannedDepth, batches: Sequence[Tensor], ranks: Ranks = ALONE,
     progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> tuple[dict[str, float], dict[str, float]]:  # fmt: skip
-    """Score every block that may go, or let a search choose those that go.
+    """Let a pruner choose the blocks that go, and measure them.
 
     Args:
         access: a transformers causal language model in evaluation mode, with its dense weights; unchanged afterwards.
             With a base, a block that is dropped becomes the base's.
-        depth: which blocks may go, and whose pruner scores or chooses them.
+        depth: which blocks may go, and whose pruner chooses them.
         batches: token ids, each [batch, tokens]; this process's share.
-        keep: where to keep hidden states between blocks.
         ranks: the processes; all get the same.
-        progress: called with the number of blocks scored, or of the largest trial, and of all, or of those that go.
+        progress: called with the number of blocks of the largest trial, and of those that go.
 
     Returns:
-        The scores by name, those of a search being the divergence without that block alone, if it can go alone; and the
-        names that a search chose, in its order, each with the divergence without it and those before it.
+        By name, the divergence without each block that can go alone; and the names that were chosen, in their order,
+        each with the divergence without it and those before it.
 
     Raises:
-        PluginError: a pruner that fails, returns no statistic, no finite number, or other names or another number of
-            them; the message names the block.
+        PluginError: a pruner that fails, or returns other names or another number of them.
         UnsupportedModelError: a block that changes the hidden states though all its linears are zero, so that dropping
             it is not the same as zeros; hidden states that are not finite.
         ArtifactError: a weight that is not finite.
     """
     name, pruner, count = depth.rule.pruner.name, depth.rule.build_depth(), depth.pattern.dropped
-    if isinstance(pruner, DepthPruner):
-        return score_blocks(access, depth, batches, keep, ranks, progress), {}
     some = torch.split(torch.cat([*batches])[: math.ceil(pruner.windows / ranks.size)], len(batches[0]))
     trials = Trials(access, depth.blocks, some, ranks, lambda done: progress(done, count))
     with blamed_on(f"choose of pruner {name!r} failed"):
@@ -245,25 +200,18 @@ class _Reached:
     shared: Sequence[dict[int, Any]]  # copies of the blocks' `shared_states`, by id
 
     def after(self, access: Access, block: Block, runs: Sequence[Run], *, without: bool) -> _Reached:
-        """Return what they have in common after a block, or after its base's."""
+        """Return what they have in common after a block, or where it is dropped: the same, or what its base's makes."""
         states, shared = [], [{key: copy.copy(value) for key, value in of.items()} for of in self.shared]
         for run, state, copies in zip(runs, self.states, shared, strict=True):
             own = replace(run, call=copy_shared_states(run.call, copies))
-            states.append(_without(access, block, own, state) if without else own(state))
+            if not without:
+                states.append(own(state))
+            elif access.base is None:
+                states.append(state)
+            else:
+                of_base = replace(own, module=access.base.model.get_submodule(block.fqn))
+                states.append(finite(of_base(state), f"{block.fqn} of the base"))
         return _Reached(states, shared)
-
-
-def _first(batches: Sequence[Tensor], windows: float) -> list[Tensor]:
-    """Return the first batches that have so many windows; gradients of all blocks are kept at the same time."""
-    seen = accumulate((len(batch) for batch in batches), initial=0)
-    return [batch for batch, before in zip(batches, seen, strict=False) if before < windows]
-
-
-def _without(access: Access, block: Block, run: Run, state: Tensor) -> Tensor:
-    """Return the hidden states after a block that is dropped: what enters it, or what the base's block makes of it."""
-    if access.base is None:
-        return state
-    return finite(replace(run, module=access.base.model.get_submodule(block.fqn))(state), f"{block.fqn} of the base")
 
 
 def refuse_needed(model: Any, dropped: Collection[str]) -> None:
@@ -282,7 +230,7 @@ def refuse_needed(model: Any, dropped: Collection[str]) -> None:
     for i, mode in enumerate(modes):
         if mode == "store" and order[i] in dropped and (user := users.get(config.layer_types[i])):
             raise UnsupportedModelError(
-                f"{order[i]} has one of the lowest scores, but {user} uses its keys and values again, so it cannot be "
+                f"{order[i]} was chosen to go, but {user} uses its keys and values again, so it cannot be "
                 f"dropped; leave it out by ignore: [layers: {i}]"
             )
 
@@ -300,35 +248,6 @@ def decide_whole(block: Block, depth: PlannedDepth, names: Sequence[str]) -> dic
         bias = None if kept or bias is None else torch.zeros_like(bias)
         results[name] = PruneResult(keep, new, info=figures, bias=bias)
     return results
-
-
-def _fresh(plugin: str, pruner: DepthPruner, block: Block) -> StreamStatistic:
-    with blamed_on(f"observe_block of pruner {plugin!r} failed on {block.fqn}"):
-        statistic = pruner.observe_block(block)
-        if isinstance(statistic, type) or not callable(getattr(statistic, "update", None)):
-            raise PluginError(
-                f"observe_block of pruner {plugin!r} on {block.fqn} must return a statistic with update(before, "
-                f"after) and tensors(); got {statistic!r:.80}"
-            )
-        return statistic
-
-
-def _score(plugin: str, pruner: DepthPruner, block: Block, statistic: StreamStatistic, ranks: Ranks) -> float:
-    if ranks.size > 1:
-        tensors = statistic.tensors()
-        if others := [name for name, (_, reduction) in tensors.items() if reduction not in ("sum", "max")]:
-            raise PluginError(
-                f"pruner {plugin!r} on {block.fqn}: tensor {others[0]!r} of its statistic has reduction "
-                f"{tensors[others[0]][1]!r}; of what passes through a block there are sum and max"
-            )
-        reduce_(ranks, tensors)
-    with blamed_on(f"score_block of pruner {plugin!r} failed on {block.fqn}"):
-        score = pruner.score_block(block, statistic)
-    if not isinstance(score, Real) or not math.isfinite(score):
-        raise PluginError(
-            f"score_block of pruner {plugin!r} on {block.fqn} must return a finite number, got {score!r:.80}"
-        )
-    return float(score)
 
 
 def _refuse_remainder(block: Block, run: Run, state: Tensor) -> None:
@@ -360,7 +279,7 @@ def solved_beside(
         access: as for `choose_blocks`.
         plan: with its blocks measured. Linears that other rules prune are left to them.
         batches: as there.
-        keep: as there.
+        keep: where to keep hidden states between blocks.
         ranks: as there.
 
     Returns:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compressx.api.pruner import PruneResult, Reduction, Statistic
+from compressx.api.pruner import PruneResult, Statistic
 from compressx.runtime.ranks import Ranks
 
 
@@ -27,7 +27,13 @@ def combine(ranks: Ranks, statistic: Statistic, fresh: Callable[[], Statistic | 
     tensors = statistic.tensors()
     if ranks.size == 1 or not tensors:
         return statistic
-    reduce_(ranks, tensors)
+    for tensor, reduction in tensors.values():
+        if reduction == "sum":
+            total = tensor.double()
+            ranks.all_reduce_(total)
+            tensor.copy_(total)
+        elif reduction == "max":
+            ranks.all_reduce_(tensor, "max")
     joined = [tensor for tensor, reduction in tensors.values() if reduction == "cat"]
     if not joined:
         return statistic
@@ -37,17 +43,6 @@ def combine(ranks: Ranks, statistic: Statistic, fresh: Callable[[], Statistic | 
         for part in ranks.gather_tensors(tensor):
             merged.update(part)
     return merged
-
-
-def reduce_(ranks: Ranks, tensors: Mapping[str, tuple[Tensor, Reduction]]) -> None:
-    """Overwrite tensors by their sums and maxima over all processes; those to concatenate are left alone."""
-    for tensor, reduction in tensors.values():
-        if reduction == "sum":
-            total = tensor.double()
-            ranks.all_reduce_(total)
-            tensor.copy_(total)
-        elif reduction == "max":
-            ranks.all_reduce_(tensor, "max")
 
 
 def exchange(

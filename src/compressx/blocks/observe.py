@@ -110,7 +110,7 @@ def unchanged(pruner: str, where: str, *given: Tensor) -> Iterator[None]:
 
     Args:
         pruner: the name of the plugin that asked for the statistic.
-        where: the name of the linear or block.
+        where: the name of the linear.
         given: what the statistic is given, and others after it.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The stages that score decoder blocks, measure sensitivities, and prune block by block."""
+"""The stages that choose decoder blocks, measure sensitivities, and prune block by block."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from compressx.api.names import kind_of
 from compressx.api.patterns import allocated_form
-from compressx.api.pruner import AnyPruner, Block, DepthSearch, Linear, Statistic, statistic_of
+from compressx.api.pruner import AnyPruner, Block, Linear, Statistic, statistic_of
 from compressx.api.record import BlockReport, LayerReport, RunReport, total_sparsity
 from compressx.blocks.depth import choose_blocks, last_linear, refuse_needed, solved_beside
 from compressx.blocks.fisher import FisherDiagonal, fisher_diagonal
@@ -34,17 +34,18 @@ from compressx.stages.state import RunState, Stage, lower
 _SECONDS = Column("seconds", ".1f")
 
 
-class ScoreBlocks(Stage):
+class ChooseBlocks(Stage):
     """Choose the decoder blocks that go, on the dense model, if a rule drops some."""
 
     during = "calibrate"
     everywhere = True
 
     def memory(self, state: RunState) -> Mapping[str, int]:
-        """Return the bytes that trials of a search hold, hidden states and predictions, and those of solving."""
+        """Return the bytes that trials hold, hidden states and predictions, and those of solving."""
         text, depth = state.recipe.calibration, state.plan.depth
-        if text is None or depth is None or not isinstance(pruner := depth.rule.build_depth(), DepthSearch):
+        if text is None or depth is None:
             return {}
+        pruner = depth.rule.build_depth()
         # Those that enter a block, and those that leave it.
         windows = 2 * min(text.batch_size, text.samples, pruner.windows) * (1 + len(find_blocks(state.skeleton)))
         predictions = 3 * 4 * text.sequence_length * text_config(state.skeleton).vocab_size
@@ -57,19 +58,17 @@ class ScoreBlocks(Stage):
         return {**parts, "equations of a linear": 0 if last is None else 3 * 8 * last.in_features**2}
 
     def run(self, state: RunState) -> None:
-        """Score the blocks, or let a search choose some, unless an interrupted run has."""
+        """Let the pruner choose blocks, unless an interrupted run has."""
         depth, store, ranks = state.plan.depth, state.store, state.ranks
         if depth is None:
             return
         if not (store.scores or store.chosen):
             state.report_progress("calibrate", 0, 1)
-            mine, folder = state.mine, f"depth-{ranks.rank}"
             with state.loaded.at("prune", depth.rule.index):
                 scores, chosen = choose_blocks(
-                    state.pruned_against, depth, mine, state.keep(folder, sum(map(len, mine))), ranks,
+                    state.pruned_against, depth, state.mine, ranks,
                     lambda i, n: state.report_progress("calibrate", i, n, "blocks scored"),
                 )  # fmt: skip
-            shutil.rmtree(store.blocks / folder, ignore_errors=True)
             store.score(ranks.broadcast(scores), ranks.broadcast(chosen))
         state.plan = state.plan.scored(store.scores, store.chosen)
         with state.loaded.at("prune", depth.rule.index):
@@ -77,8 +76,7 @@ class ScoreBlocks(Stage):
                 refuse_needed(state.access.model, state.plan.dropped)
         if state.base is None and getattr(depth.rule.build_depth(), "solves", False):
             self._solve(state)
-        reached = {fqn: f" ({x:.3g} nats)" for fqn, x in store.chosen.items()}
-        names = ", ".join(f"{fqn}{reached.get(fqn, '')}" for fqn in state.plan.dropped)
+        names = ", ".join(f"{fqn} ({x:.3g} nats)" for fqn, x in store.chosen.items())
         state.note(f"{'dropped' if state.base is None else 'reverted'} blocks: {names}")
 
     def _solve(self, state: RunState) -> None:

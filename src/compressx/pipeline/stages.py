@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from compressx.allocation.stage import Allocate, within_budget
 from compressx.api.record import RunReport
 from compressx.blocks.base import OpenBase, TakeFromBase
-from compressx.blocks.stage import Prune, ScoreBlocks, Sensitivities
+from compressx.blocks.stage import ChooseBlocks, Prune, Sensitivities
 from compressx.evaluation.stage import EvaluateDense, EvaluatePruned
 from compressx.models.architecture import find_blocks, refuse_prepared
 from compressx.models.checkpoint import find_checkpoint
@@ -25,8 +25,8 @@ from compressx.stages.state import RunState, Stage
 from compressx.training.stage import BlockReconstruction, FineTuning
 
 STAGES: tuple[Stage, ...] = (
-    OpenBase(), Inputs(), TokenSelection(), EvaluateDense(), TakeFromBase(), ScoreBlocks(), Sensitivities(), Allocate(),
-    Prune(), BlockReconstruction(), EvaluatePruned(saved=False), FineTuning(), Shrink(), Save(),
+    OpenBase(), Inputs(), TokenSelection(), EvaluateDense(), TakeFromBase(), ChooseBlocks(), Sensitivities(),
+    Allocate(), Prune(), BlockReconstruction(), EvaluatePruned(saved=False), FineTuning(), Shrink(), Save(),
     EvaluatePruned(saved=True), Export(),
 )  # fmt: skip
 """To add a stage, write a class with those methods of `Stage` that it needs in its feature's package, and name it."""

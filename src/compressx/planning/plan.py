@@ -7,15 +7,13 @@ import inspect
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 from typing import Any
 
-import torch
 from pydantic import BaseModel
 from torch import Tensor
 
-from compressx.api.patterns import Asked, Structured, allocated_form, drop_lowest
-from compressx.api.pruner import AnyPruner, DepthPruner, DepthSearch, PrunerSpec
+from compressx.api.patterns import Asked, Structured, allocated_form
+from compressx.api.pruner import AnyPruner, DepthSearch, PrunerSpec
 from compressx.recipe.sections import Allocation, ReconstructBlock
 from compressx.runtime.errors import PluginError, blamed_on
 
@@ -66,18 +64,17 @@ class PlannedRule:
         selector = _pruner(self.pruner, self.options)
         return selector, _pruner(self.reconstructor, self.reconstructor_options) if self.reconstructor else None
 
-    def build_depth(self) -> DepthPruner | DepthSearch:
+    def build_depth(self) -> DepthSearch:
         """Make the selecting pruner of a rule that prunes whole blocks.
 
         Raises:
-            PluginError: it neither scores blocks nor chooses them, though it declares them.
+            PluginError: it cannot choose blocks, though it declares them.
         """
         pruner = _built(self.pruner, self.options)
-        if not isinstance(pruner, DepthPruner | DepthSearch):
+        if not isinstance(pruner, DepthSearch):
             raise PluginError(
                 f"pruner {self.pruner.name!r} declares units blocks, but what build returned, a "
-                f"{type(pruner).__name__}, has no observe_block and score_block, and no choose and windows; see "
-                "compressx.DepthPruner and compressx.DepthSearch"
+                f"{type(pruner).__name__}, has no choose and windows; see compressx.DepthSearch"
             )
         return pruner
 
@@ -143,9 +140,10 @@ class PlannedDepth:
         rule: the rule.
         pattern: what it asks of all linears in the blocks that may go.
         blocks: the names of those blocks, in the order of the pattern's units.
-        scores: of each of them, by name; empty until the blocks are measured.
-        chosen: the names of those that a search lets go, in its order, each with the divergence of the predictions
-            without it and those before it, in nats; empty where those of the lowest scores go.
+        scores: by name, the divergence of the predictions without each of them that can go alone, in nats; empty until
+            the blocks are measured.
+        chosen: the names of those that go, in the order in which they were chosen, each with the divergence without it
+            and those before it.
         solved: by name, linears of blocks that stay whose weights were solved for anew [out_features, in_features],
             each with the share that is left of what was missing in their block's output.
     """
@@ -159,12 +157,8 @@ class PlannedDepth:
 
     @property
     def dropped(self) -> tuple[str, ...]:
-        """The names of the blocks that go, those of the lowest scores or chosen; none until they are measured."""
-        if self.chosen or not self.scores:
-            return tuple(self.chosen)
-        scores = torch.tensor([self.scores[fqn] for fqn in self.blocks], dtype=torch.float64)
-        keep = drop_lowest(scores[None], self.pattern.dropped)[0].tolist()
-        return tuple(fqn for fqn, kept in zip(self.blocks, keep, strict=True) if not kept)
+        """The names of the blocks that go; none until they are measured."""
+        return tuple(self.chosen)
 
     def to_dict(self) -> dict[str, Any]:
         """Return what `plan.json` says of it."""
@@ -260,7 +254,7 @@ class Plan:
         )
         return replace(self, linears=linears, allocation=None)
 
-    def scored(self, scores: Mapping[str, float], chosen: Mapping[str, float] = MappingProxyType({})) -> Plan:
+    def scored(self, scores: Mapping[str, float], chosen: Mapping[str, float]) -> Plan:
         """Return the plan with its blocks measured: linears in those that go are no longer other rules'."""
         assert self.depth is not None  # noqa: S101 - blocks are measured because a rule drops some
         depth = replace(self.depth, scores=dict(scores), chosen=dict(chosen))

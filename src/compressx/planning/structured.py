@@ -194,9 +194,8 @@ def find_depth(
                 "it, and use reconstruct_block or finetune"
             )
         )
-    inside = {fqn: [*found.inside(fqn)] for fqn in found.blocks}
     names = set(targeted)
-    inside = {fqn: linears for fqn, linears in inside.items() if names & {*linears}}
+    inside = {fqn: linears for fqn in found.blocks if names & {*(linears := [*found.inside(fqn)])}}
     for linears in inside.values():
         if left := next((n for n in linears if n not in names), None):
             some = next(n for n in linears if n in names)

@@ -18,7 +18,6 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Protocol
 
 from pydantic import TypeAdapter
@@ -66,7 +65,7 @@ class Store(Protocol):
         finished: names of the finished blocks, in order.
         allocated: the sparsities that were chosen, or None before that.
         scores: of decoder blocks that may be dropped, by name; empty before they are measured.
-        chosen: the names of those that a search drops, each with the divergence that it reached.
+        chosen: the names of those that are dropped, each with the divergence that it reached.
         blocks: a folder for large temporary files.
     """
 
@@ -79,8 +78,8 @@ class Store(Protocol):
     def allocate(self, allocated: Allocated) -> None:
         """Keep the chosen sparsities."""
 
-    def score(self, scores: Mapping[str, float], chosen: Mapping[str, float] = MappingProxyType({})) -> None:
-        """Keep the scores of decoder blocks, and which of them a search chose."""
+    def score(self, scores: Mapping[str, float], chosen: Mapping[str, float]) -> None:
+        """Keep the scores of decoder blocks, and those that were chosen."""
 
     def recording(self, access: Access) -> AbstractContextManager[None]:
         """Return a context manager within which blocks are added; at its end all are kept."""
@@ -123,8 +122,8 @@ class InMemoryStore:
         """Keep the chosen sparsities."""
         self.allocated = allocated
 
-    def score(self, scores: Mapping[str, float], chosen: Mapping[str, float] = MappingProxyType({})) -> None:
-        """Keep the scores of decoder blocks."""
+    def score(self, scores: Mapping[str, float], chosen: Mapping[str, float]) -> None:
+        """Keep the scores of decoder blocks, and those that were chosen."""
         self.scores, self.chosen = scores, chosen
 
     @contextmanager
@@ -194,8 +193,8 @@ class Journal:
         self.allocated = allocated
         self._write()
 
-    def score(self, scores: Mapping[str, float], chosen: Mapping[str, float] = MappingProxyType({})) -> None:
-        """Record the scores of decoder blocks, by which some are dropped, and what a search chose."""
+    def score(self, scores: Mapping[str, float], chosen: Mapping[str, float]) -> None:
+        """Record the scores of decoder blocks, and those that were chosen."""
         self.scores, self.chosen = scores, chosen
         self._write()
 

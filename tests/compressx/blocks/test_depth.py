@@ -1,4 +1,4 @@
-"""Whole blocks are scored on the dense model, and those that go leave no trace in the hidden states."""
+"""Whole blocks are chosen by trial, and those that go leave no trace in the hidden states."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from tests.compressx.processes import in_two, joined
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from compressx import PluginError, PrunerSpec, UnsupportedModelError
-from compressx.blocks.depth import Trials, choose_blocks, score_blocks, solved_beside
-from compressx.blocks.fisher import divergences, gradients
+from compressx.blocks.depth import Trials, choose_blocks, solved_beside
 from compressx.blocks.prune import prune_model
 from compressx.models.access import InMemory
 from compressx.models.architecture import find_blocks, survey
@@ -25,22 +24,18 @@ from compressx.models.blockwise import Run, replaced_forwards, skipped
 from compressx.models.checkpoint import Checkpoint
 from compressx.models.streaming import open_streamed
 from compressx.planning.plan import Plan, PlannedDepth
-from compressx.pruners.depth import BlockScores, Depth, Options, influence
+from compressx.pruners.depth import Depth, Options
 from compressx.testing import TINY_CONFIGS, tiny_model, tiny_tokens
 
 TOKENS = tiny_tokens()
 BATCHES = list(TOKENS.split(4))
 
 
-def scored(model: Any, depth: PlannedDepth, batches: Any = BATCHES, **given: Any) -> dict[str, float]:
-    return score_blocks(InMemory(model), depth, batches, **given)
-
-
 def dropped(model: Any, *rules: dict[str, Any], **sections: Any) -> Any:
     """Drop a block of a model in place; returns the plan and the blocks as they were pruned."""
     plan = planned(model, *rules, **sections)
     assert plan.depth is not None
-    plan = plan.scored(scored(model, plan.depth))
+    plan = plan.scored(*choose_blocks(InMemory(model), plan.depth, BATCHES))
     return plan, list(prune_model(InMemory(model), plan, BATCHES))
 
 
@@ -60,26 +55,6 @@ def hidden_states(model: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return seen
 
 
-@pytest.mark.parametrize("base", [False, True])
-def test_a_divergence_is_that_of_what_the_block_or_its_difference_from_a_base_adds(base: bool) -> None:
-    model = tiny_model("llama")
-    plan = planned(model, THIRD | {"pruner": "divergence"})
-    other = tiny_model("llama", seed=1) if base else None
-    access = InMemory(model, base=None if other is None else InMemory(other))
-    assert plan.depth is not None
-    found = score_blocks(access, plan.depth, BATCHES)
-    slopes = gradients(InMemory(model), survey(model), find_blocks(model), BATCHES)
-    states = hidden_states(model)
-    rotary = model.model.rotary_emb(states[0][0].float(), torch.arange(TOKENS.shape[1])[None])
-    for i, (fqn, (before, after)) in enumerate(zip(found, states, strict=True)):
-        without = before
-        if other is not None:
-            with torch.no_grad():
-                without = other.model.layers[i](before.float(), position_embeddings=rotary).double()
-        each = divergences(after - without, torch.cat(slopes[fqn]).double())
-        assert found[fqn] == pytest.approx(float(each.double().mean()), rel=1e-3)
-
-
 def plan_with(pruner: object, model: Any) -> PlannedDepth:
     """Plan with a pruner of one's own in the place of the built-in one."""
 
@@ -90,18 +65,6 @@ def plan_with(pruner: object, model: Any) -> PlannedDepth:
     assert depth is not None
     spec = PrunerSpec("own", "for a test", NoOptions, lambda _: pruner, groups=(), nm=False, units=("blocks",))  # type: ignore[arg-type,return-value]
     return replace(depth, rule=replace(depth.rule, pruner=spec, options=NoOptions()))
-
-
-@pytest.mark.parametrize("architecture", ["llama", "gemma3", "gpt2", "mixtral"])
-def test_the_score_is_one_minus_the_mean_cosine_of_what_enters_and_leaves(architecture):
-    model = tiny_model(architecture)
-    expected = [
-        1 - ((a * b).sum(-1) / (a.norm(dim=-1) * b.norm(dim=-1))).mean().item() for a, b in hidden_states(model)
-    ]
-    depth = planned(model).depth
-    assert depth is not None
-    assert [*scored(model, depth).values()] == pytest.approx(expected, abs=1e-6)
-    assert [*scored(model, depth, list(TOKENS.split([1, 5, 2]))).values()] == pytest.approx(expected, abs=1e-6)
 
 
 @pytest.mark.parametrize("architecture", TINY_CONFIGS)
@@ -119,26 +82,20 @@ def test_the_masked_model_is_the_model_without_the_block_in_every_architecture(a
     assert [n for n, same in kept.items() if not same] == [n for n in kept if n.startswith(f"{gone}.")]
     masks = {n: e.keep for b in blocks for n, e in b.masks.items()}
     assert {n: bool(m.any()) for n, m in masks.items()} == {n: bool(m.all()) for n, m in masks.items()} == kept
-    assert {layer.info["importance"] for b in blocks for layer in b.report.layers} == {*plan.depth.scores.values()}
+    told = {b.report.fqn: {layer.info.get("importance") for layer in b.report.layers} for b in blocks}
+    assert told == {fqn: {plan.depth.scores.get(fqn)} for fqn in plan.depth.blocks}
+    assert gone in plan.depth.scores
 
 
-def test_the_blocks_of_the_lowest_scores_go_and_only_those_that_the_rule_targets():
+def test_only_blocks_that_the_rule_targets_are_tried_and_go():
     model = tiny_model("llama")
-    depth = planned(model, {**THIRD, "targets": [{"layers": "1-2"}], "sparsity": 0.5}).depth
-    assert depth is not None
-    assert depth.blocks == ("model.layers.1", "model.layers.2")
-    assert replace(depth, scores={"model.layers.1": 0.5, "model.layers.2": 0.4}).dropped == ("model.layers.2",)
-    assert replace(depth, scores={"model.layers.1": 0.4, "model.layers.2": 0.4}).dropped == ("model.layers.1",)
-    assert depth.dropped == ()
-    assert [*scored(model, depth)] == ["model.layers.1", "model.layers.2"]
-
-
-def test_scoring_leaves_the_weights_as_they_are():
-    model, dense = tiny_model("opt"), tiny_model("opt").state_dict()
-    depth = planned(model).depth
-    assert depth is not None
-    scored(model, depth)
-    assert all(torch.equal(x, dense[n]) for n, x in model.state_dict().items())
+    plan = planned(model, {**THIRD, "targets": [{"layers": "1-2"}], "sparsity": 0.5})
+    assert plan.depth is not None
+    assert plan.depth.blocks == ("model.layers.1", "model.layers.2")
+    assert plan.dropped == ()
+    scores, chosen = choose_blocks(InMemory(model), plan.depth, BATCHES)
+    assert [*scores] == ["model.layers.1", "model.layers.2"]
+    assert plan.scored(scores, chosen).dropped == (min(scores, key=lambda fqn: scores[fqn]),)
 
 
 @pytest.mark.parametrize(
@@ -151,7 +108,7 @@ def test_a_block_that_is_not_the_identity_without_its_linears_is_refused_and_res
     depth = planned(model).depth
     assert depth is not None
     with pytest.raises(UnsupportedModelError, match=r"layers\.0: with all its linears zero it changes|h\.0: with all"):
-        scored(model, depth)
+        choose_blocks(InMemory(model), depth, BATCHES)
     assert all(torch.equal(x, dense[n]) for n, x in model.state_dict().items())
 
 
@@ -162,16 +119,16 @@ def test_other_rules_prune_the_blocks_that_stay_and_are_not_asked_about_the_othe
     (gone,) = plan.dropped
     for name, (pruner, sparsity) in pruners.items():
         if name.startswith(f"{gone}."):
-            assert (pruner, sparsity) == ("shortgpt", 1.0)
+            assert (pruner, sparsity) == ("depth", 1.0)
         else:
-            assert (pruner, sparsity) == (("wanda", 0.5) if name.endswith("down_proj") else ("shortgpt", 0.0))
+            assert (pruner, sparsity) == (("wanda", 0.5) if name.endswith("down_proj") else ("depth", 0.0))
 
 
 def test_reconstruction_trains_the_blocks_that_stay_towards_the_dense_stream():
     model = tiny_model("opt")
     plan = planned(model, reconstruct_block={"passes": 4})
-    first, *others = find_blocks(model)
-    plan = plan.scored({first: 0.0, **dict.fromkeys(others, 1.0)})
+    first = next(iter(find_blocks(model)))
+    plan = plan.scored({}, {first: 0.0})
     blocks = list(prune_model(InMemory(model), plan, BATCHES))
     told = {b.report.fqn: b.report.reconstruction for b in blocks}
     assert told.pop(first) is None
@@ -183,60 +140,10 @@ def test_reconstruction_trains_the_blocks_that_stay_towards_the_dense_stream():
     assert left == []
 
 
-class Blames(BlockScores):
-    def __init__(self, **methods: Any) -> None:
-        super().__init__(influence)
-        self.__dict__ |= methods
-
-
-@pytest.mark.parametrize(
-    ("methods", "said"),
-    [
-        ({"score_block": lambda _b, _s: float("nan")}, r"score_block of pruner 'own' on model\.layers\.0 must .*nan"),
-        ({"score_block": lambda _b, _s: torch.tensor(1.0)}, r"must return a finite number, got tensor"),
-        ({"observe_block": lambda _b: None}, r"observe_block of pruner 'own' on model\.layers\.0 must return a stat"),
-        ({"observe_block": lambda _b: 1 / 0}, r"observe_block of pruner 'own' failed on model\.layers\.0: ZeroDiv"),
-        ({"score_block": lambda _b, _s: 1 / 0}, r"score_block of pruner 'own' failed on model\.layers\.0: ZeroDiv"),
-    ],
-)
-def test_what_a_plugin_does_wrong_names_it_and_the_block(methods, said):
+def test_a_pruner_that_declares_blocks_and_cannot_choose_is_refused():
     model = tiny_model("llama")
-    with pytest.raises(PluginError, match=said):
-        scored(model, plan_with(Blames(**methods), model))
-
-
-@pytest.mark.parametrize("which", [0, 1])
-def test_a_statistic_that_changes_what_enters_or_leaves_a_block_is_refused(which: int):
-    class Centring:
-        def update(self, *states: torch.Tensor) -> None:
-            states[which].sub_(1)
-
-    model = tiny_model("llama")
-    own = Blames()
-    own.observe_block = lambda block: Centring()  # type: ignore[method-assign,assignment,return-value]
-    with pytest.raises(PluginError, match=r"statistic of pruner 'own' changed its input on model\.layers\.\d in place"):
-        scored(model, plan_with(own, model))
-
-
-def test_a_pruner_that_declares_blocks_and_scores_none_is_refused():
-    model = tiny_model("llama")
-    with pytest.raises(PluginError, match=r"'own' declares units blocks, .* a object, has no observe_block"):
-        scored(model, plan_with(object(), model))
-
-
-def _scores_of_two() -> Any:
-    model = tiny_model("llama")
-    depth = planned(model).depth
-    assert depth is not None
-    return joined(lambda ranks: scored(model, depth, list(ranks.share(TOKENS).split(2)), ranks=ranks))
-
-
-def test_two_processes_score_the_text_of_both(tmp_path):
-    model = tiny_model("llama")
-    depth = planned(model).depth
-    assert depth is not None
-    one, other = in_two(_scores_of_two, tmp_path, start="fork")
-    assert one == other == pytest.approx(scored(model, depth), abs=1e-9)
+    with pytest.raises(PluginError, match=r"'own' declares units blocks, .* a object, has no choose and windows; see"):
+        choose_blocks(InMemory(model), plan_with(object(), model), BATCHES)
 
 
 # --- search
@@ -335,7 +242,7 @@ def test_of_a_models_blocks_those_go_that_brute_force_finds_one_after_the_other(
         torch.manual_seed(0)
         config = AutoConfig.for_model("llama", **TINY_CONFIGS["llama"][1] | {"num_hidden_layers": 6})
         model = AutoModelForCausalLM.from_config(config).eval()
-    depth = planned(model, {**THIRD, "pruner": "depth"}).depth
+    depth = planned(model).depth
     assert depth is not None
     scores, chosen = choose_blocks(InMemory(model), depth, BATCHES)
     assert scores == pytest.approx({fqn: by_definition(model, [fqn]) for fqn in depth.blocks}, rel=1e-4)
@@ -345,7 +252,7 @@ def test_of_a_models_blocks_those_go_that_brute_force_finds_one_after_the_other(
         *before, own = [*chosen][: step + 1]
         every = {fqn: by_definition(model, [*before, fqn]) for fqn in depth.blocks if fqn not in before}
         assert own == min(every, key=lambda fqn: every[fqn])
-    assert planned(model, {**THIRD, "pruner": "depth"}).scored(scores, chosen).dropped == tuple(chosen)
+    assert planned(model).scored(scores, chosen).dropped == tuple(chosen)
 
 
 @pytest.mark.parametrize(
@@ -366,14 +273,14 @@ def test_what_a_search_does_wrong_names_it(choose: Any, said: str) -> None:
 
 def _chosen_by_two() -> Any:
     model = tiny_model("llama")
-    depth = planned(model, {**THIRD, "pruner": "depth"}).depth
+    depth = planned(model).depth
     assert depth is not None
     return joined(lambda ranks: choose_blocks(InMemory(model), depth, list(ranks.share(TOKENS).split(2)), ranks=ranks))
 
 
 def test_two_processes_choose_by_the_text_of_both(tmp_path: Path) -> None:
     model = tiny_model("llama")
-    depth = planned(model, {**THIRD, "pruner": "depth"}).depth
+    depth = planned(model).depth
     assert depth is not None
     one, other = in_two(_chosen_by_two, tmp_path, start="fork")
     scores, chosen = choose_blocks(InMemory(model), depth, BATCHES)
@@ -382,7 +289,7 @@ def test_two_processes_choose_by_the_text_of_both(tmp_path: Path) -> None:
 
 def without(model: Any, *gone: str) -> Plan:
     """Return a plan in which these blocks of a model go."""
-    plan = planned(model, THIRD | {"pruner": "depth", "sparsity": len(gone) / 3})
+    plan = planned(model, THIRD | {"sparsity": len(gone) / 3})
     return plan.scored({}, dict.fromkeys(gone, 0.0))
 
 
@@ -416,7 +323,7 @@ def test_of_a_streamed_model_the_same_linears_are_solved_beside_two_gaps(tmp_pat
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "vocab_size": 128}
     model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=6, **sizes)).eval()
     model.save_pretrained(tmp_path)
-    plan = planned(model, THIRD | {"pruner": "depth"}).scored({}, {f"model.layers.{i}": 0.0 for i in (2, 4, 5)})
+    plan = planned(model).scored({}, {f"model.layers.{i}": 0.0 for i in (2, 4, 5)})
     found = solved_beside(InMemory(model), plan, BATCHES)
     assert [*found] == ["model.layers.1.mlp.down_proj", "model.layers.3.mlp.down_proj"]
     again = solved_beside(open_streamed(Checkpoint(str(tmp_path))), plan, BATCHES)
@@ -430,5 +337,5 @@ def test_no_linear_is_solved_that_is_not_added_as_it_is_or_that_another_rule_pru
     model = tiny_model("llama")
     assert solved_beside(InMemory(model), without(model, "model.layers.0"), BATCHES) == {}  # there is none before it
     magnitude = {"targets": ["*.down_proj"], "pruner": "magnitude", "sparsity": 0.5}
-    plan = planned(model, THIRD | {"pruner": "depth"}, magnitude).scored({}, {"model.layers.1": 0.0})
+    plan = planned(model, THIRD, magnitude).scored({}, {"model.layers.1": 0.0})
     assert solved_beside(InMemory(model), plan, BATCHES) == {}

@@ -11,7 +11,7 @@ import torch
 from tests.accelerator import Counts, pretended_accelerator
 from tests.compressx.depths import planned
 
-from compressx.blocks.depth import score_blocks
+from compressx.blocks.depth import solved_beside
 from compressx.blocks.fisher import gradients
 from compressx.blocks.prune import prune_model
 from compressx.models.access import InMemory
@@ -50,17 +50,15 @@ def test_no_states_masks_or_weights_go_through_memory_that_is_not_pinned(section
     )
 
 
-def scored(access: InMemory, ids: Sequence[torch.Tensor], keep: InFiles) -> None:
-    depth = planned(access.model).depth
-    assert depth is not None
-    score_blocks(access, depth, ids, keep)
+def solved(access: InMemory, ids: Sequence[torch.Tensor], keep: InFiles) -> None:
+    assert solved_beside(access, planned(access.model).scored({}, {"model.layers.1": 0.0}), ids, keep)
 
 
 def differentiated(access: InMemory, ids: Sequence[torch.Tensor], keep: InFiles) -> None:
     gradients(access, survey(access.model), list(survey(access.model).blocks), ids, keep)
 
 
-@pytest.mark.parametrize("work", [scored, differentiated])
+@pytest.mark.parametrize("work", [solved, differentiated])
 def test_what_is_measured_on_states_in_files_copies_only_token_ids_and_numbers_by_the_batch(work, tmp_path):
     found = []
     for batches in (3, 6):

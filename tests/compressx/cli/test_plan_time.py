@@ -124,6 +124,6 @@ def test_each_kind_of_block_is_pruned_once_and_counts_as_often_as_there_are_alik
 def test_linears_outside_the_blocks_are_pruned_too_and_dropped_blocks_are_not():
     outside = PLAIN.replace('["*"]', '["*", "lm_head"]')
     assert planned(outside)["blocks"] == 4
-    depth = 'prune:\n  - {targets: ["*.layers.*"], pruner: shortgpt, pattern: blocks, sparsity: 0.34}\n'
+    depth = 'prune:\n  - {targets: ["*.layers.*"], pruner: depth, pattern: blocks, sparsity: 0.34}\n'
     dropped = planned(PLAIN.replace("prune:\n", depth))
     assert "the choice of whole blocks" in dropped["left_out"]

@@ -148,7 +148,7 @@ def test_a_streamed_run_writes_the_file_and_says_that_it_was_not_measured(
     ],
 )
 def test_llama_cpp_computes_what_the_smaller_model_of_a_run_does(dense: Path, pattern: str, told: str):
-    pruned = {"targets": ["*"], "pruner": "shortgpt" if pattern == "blocks" else "magnitude", "pattern": pattern,
+    pruned = {"targets": ["*"], "pruner": "depth" if pattern == "blocks" else "magnitude", "pattern": pattern,
               "sparsity": 0.5 if pattern != "neurons" else 0.4}  # fmt: skip
     written = [{"format": "gguf", "options": {"type": "F16"}}, "safetensors"]
     text = {"dataset": {"text": "text.txt"}, "samples": 2, "sequence_length": 16}

@@ -117,7 +117,7 @@ def test_a_model_with_images_still_has_its_image_processor(project: Path) -> Non
 def test_a_model_with_python_code_of_its_own_keeps_it_in_memory_streamed_and_shrunk(project: Path) -> None:
     source = save_foreign(project / "model")
     both(source, trust=True)
-    rule = {"targets": ["*"], "pruner": "shortgpt", "sparsity": 0.4, "pattern": "blocks"}
+    rule = {"targets": ["*"], "pruner": "depth", "sparsity": 0.4, "pattern": "blocks"}
     model = {"path": str(source), "trust_remote_code": True}
     text = {"dataset": {"text": str(source.with_name("text.txt"))}, "samples": 4, "sequence_length": 16}
     run({"model": model, "output": "out", "shrink": True, "prune": [rule], "calibration": text})

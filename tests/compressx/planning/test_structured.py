@@ -248,30 +248,29 @@ def test_other_rules_take_their_linears_whether_they_stand_before_or_after(first
     plan = planned(skeleton(), *([half, THIRD] if first else [THIRD, half]))
     taken = {x.name.split(".")[-1]: x.rule.label for x in plan.linears}
     assert {kind for kind, pruner in taken.items() if pruner == "wanda"} == {"down_proj"}
-    scored = plan.scored({f"model.layers.{i}": float(i != 1) for i in range(3)})
+    scored = plan.scored({}, {"model.layers.1": 0.5})
     assert scored.dropped == ("model.layers.1",)
     downs = {x.block: x.rule.label for x in scored.linears if x.name.endswith("down_proj")}
-    assert downs == {"model.layers.0": "wanda", "model.layers.1": "shortgpt", "model.layers.2": "wanda"}
+    assert downs == {"model.layers.0": "wanda", "model.layers.1": "depth", "model.layers.2": "wanda"}
 
 
-def test_the_plan_as_data_says_which_blocks_go_once_they_are_scored():
+def test_the_plan_as_data_says_which_blocks_go_once_they_are_chosen():
     plan = planned(skeleton())
     assert plan.to_dict()["blocks"] == {
-        "pruner": "shortgpt", "pattern": "2 of 3 blocks", "count": 1, "dropped": [], "scores": {}, "divergences": {},
+        "pruner": "depth", "pattern": "2 of 3 blocks", "count": 1, "dropped": [], "scores": {}, "divergences": {},
     }  # fmt: skip
     scores = {f"model.layers.{i}": float(i) for i in range(3)}
-    told = plan.scored(scored := scores).to_dict()["blocks"]
-    assert (told["dropped"], told["scores"]) == (["model.layers.0"], scored)
     told = plan.scored(scores, {"model.layers.2": 0.5}).to_dict()["blocks"]
-    assert (told["dropped"], told["divergences"]) == (["model.layers.2"], {"model.layers.2": 0.5})
+    assert (told["dropped"], told["scores"]) == (["model.layers.2"], scores)
+    assert told["divergences"] == {"model.layers.2": 0.5}
 
 
-def test_no_text_is_run_through_blocks_that_are_scored_if_nothing_else_is_decided():
-    scores = {f"model.layers.{i}": float(i) for i in range(3)}
+def test_no_text_is_run_through_blocks_once_those_that_go_are_chosen_if_nothing_else_is_decided():
+    chosen = {"model.layers.2": 0.5}
     half = {"targets": ["*.down_proj"], "pruner": "wanda", "sparsity": 0.5}
-    assert not planned(skeleton()).scored(scores).needs_calibration
-    assert planned(skeleton(), half, THIRD).scored(scores).needs_calibration
-    assert planned(skeleton(), reconstruct_block={"passes": 1}, calibration=LONGER).scored(scores).needs_calibration
+    assert not planned(skeleton()).scored({}, chosen).needs_calibration
+    assert planned(skeleton(), half, THIRD).scored({}, chosen).needs_calibration
+    assert planned(skeleton(), reconstruct_block={"passes": 1}, calibration=LONGER).scored({}, chosen).needs_calibration
 
 
 @pytest.mark.parametrize(
@@ -289,7 +288,7 @@ def test_no_text_is_run_through_blocks_that_are_scored_if_nothing_else_is_decide
         ),
         ({**THIRD, "reconstruct": "sparsegpt"}, r"prune\[0\]\.reconstruct: a block that goes has no weights left"),
         ({**THIRD, "pruner": "wanda"}, r"prune\[0\]\.pattern: wanda does not prune blocks; it prunes neurons"),
-        ({"targets": ["*"], "pruner": "shortgpt", "sparsity": 0.5}, r"prune\[0\].*: shortgpt prunes whole units only"),
+        ({"targets": ["*"], "pruner": "depth", "sparsity": 0.5}, r"prune\[0\].*: depth prunes whole units only"),
         ({**THIRD, "targets": ["lm_head"]}, r"matches lm_head, which belong to no blocks"),
         ({k: v for k, v in THIRD.items() if k != "sparsity"}, "blocks needs sparsity"),
     ],

@@ -33,13 +33,13 @@ def logits(model: Any) -> torch.Tensor:
 
 
 def written(model: Any, folder: Path, *rules: dict[str, Any], gone: int = 0) -> tuple[Any, Any]:
-    """Prune a model in place and write the smaller one; returns that, loaded by transformers, and its new numbers.
+    """Prune a model in place, of its blocks number `gone`, and write the smaller one.
 
-    The block of number `gone` has the lowest score.
+    Returns that, loaded by transformers, and its new numbers.
     """
     plan = planned(model, *rules, shrink=True)
     if plan.depth is not None:
-        plan = plan.scored({fqn: float(i != gone) for i, fqn in enumerate(find_blocks(model))})
+        plan = plan.scored({}, {[*find_blocks(model)][gone]: 0.0})
     masks = {n: e for b in prune_model(InMemory(model), plan, list(TOKENS.split(4))) for n, e in b.masks.items()}
     made = smaller(model, remaining_units(plan, MaskSet(masks)), plan.dropped)
     save_shrunk(InMemory(model), made, None, folder / "model")

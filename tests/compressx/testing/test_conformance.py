@@ -60,7 +60,7 @@ def failures(of: PrunerSpec, **given) -> dict[str, str]:
 def test_a_pruner_that_keeps_every_promise_passes_every_check():
     outcomes = list(conformance(spec(separable=True), architectures=["llama"]))
     assert {o.check for o in outcomes if o.status == "skipped"} == {
-        "reconstructs", "refusals name the layer", "leaves what it prepared as it is", "scores blocks",
+        "reconstructs", "refusals name the layer", "leaves what it prepared as it is", "chooses blocks",
     }  # fmt: skip
     assert {o.status for o in outcomes} == {"passed", "skipped"}
     assert len({o.check for o in outcomes}) >= 18
