@@ -74,7 +74,7 @@ class ChooseBlocks(Stage):
         with state.loaded.at("prune", depth.rule.index):
             if state.base is None:
                 refuse_needed(state.access.model, state.plan.dropped)
-        if state.base is None and getattr(depth.rule.build_depth(), "solves", False):
+        if state.plan.dropped and state.base is None and getattr(depth.rule.build_depth(), "solves", False):
             self._solve(state)
         names = ", ".join(f"{fqn} ({x:.3g} nats)" for fqn, x in store.chosen.items())
         state.note(f"{'dropped' if state.base is None else 'reverted'} blocks: {names}")
