@@ -6,7 +6,6 @@ import dataclasses
 import logging
 import math
 import shutil
-import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -187,15 +186,13 @@ def _size(state: RunState, plan: Plan, budget: SizeBudget) -> tuple[int, float]:
 
 def _exported(state: RunState, what: str) -> tuple[PlannedModel, GgufOptions]:
     """Return the model as it is exported as GGUF, and how; `what` of that file a budget is of."""
-    i = next((i for i, x in enumerate(state.recipe.export) if x.format == "gguf"), None)
-    if i is None:
-        raise RecipeError(
-            f"{what} of a GGUF file, the one format with a width for each block; add export: [{{format: gguf}}]"
-        )
-    place = state.checkpoint
-    file = place.file if place is not None and place.gguf_file is not None else None
-    where = partial(state.loaded.where, "export", i, "options")
-    return PlannedModel(state.skeleton, file), validate_options(GgufOptions, state.recipe.export[i].options, where)
+    for i, export in enumerate(state.recipe.export):
+        if export.format == "gguf":
+            where = partial(state.loaded.where, "export", i, "options")
+            return PlannedModel(state.skeleton, state.gguf), validate_options(GgufOptions, export.options, where)
+    raise RecipeError(
+        f"{what} of a GGUF file, the one format with a width for each block; add export: [{{format: gguf}}]"
+    )
 
 
 def _in_time(state: RunState, settings: Allocation) -> Allocation:
@@ -229,10 +226,9 @@ def _faster(
         write(dense, like, options.type, whole := Path(folder, "dense.gguf"))
         if file is None:
             write(dense, like, options.type, file := Path(folder, "half.gguf"), halved)
-        models = bench([ModelSource(path=whole), ModelSource(path=file)], _BENCH).models
-    took = [next(iter(x.seconds.values()))["decode"] for x in models]
-    faster = statistics.median(a / b for a, b in zip(*took, strict=True))
-    return faster, models[0].parameters - models[1].parameters
+        timed = bench([ModelSource(path=whole), ModelSource(path=file)], _BENCH)
+    first, second = timed.models
+    return timed.ratio(second, timed.lengths[0], "decode").median, first.parameters - second.parameters
 
 
 def speed_reached(state: RunState, file: Path) -> dict[str, float]:

@@ -195,8 +195,7 @@ def spread(
 
 def _in_steps_of(parts: Sequence[Part], zeros: int) -> int:
     """Round zeros to what units of one step can have: half a step more would be taken where it is not the cheapest."""
-    steps = {part.step if isinstance(part.pattern, Structured) else 0 for part in parts}
-    (step, *others) = steps
+    step, *others = {part.step if isinstance(part.pattern, Structured) else 0 for part in parts}
     return zeros if others or not step else round(zeros / step) * step
 
 

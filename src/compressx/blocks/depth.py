@@ -123,7 +123,11 @@ class Trials:
         # No more at a time than there are blocks, for which the batches that go together are meant.
         for some in (fresh[i : i + len(self._found.blocks)] for i in range(0, len(fresh), len(self._found.blocks))):
             self._known |= dict.fromkeys(some, math.inf)
-            able = [trial for trial in some if self._is_possible(trial)]
+            able = []
+            for trial in some:
+                with suppress(UnsupportedModelError):
+                    refuse_needed(self._access.model, trial if self._access.base is None else ())
+                    able.append(trial)
             self._known |= zip(able, self._measured(able) if able else [], strict=True)
             self._progress(max(map(len, some)))
         return [self._known[trial] for trial in asked]
@@ -137,13 +141,6 @@ class Trials:
         self._ranks.all_reduce_(totals)
         means: list[float] = (totals[:-1] / totals[-1]).nan_to_num(nan=math.inf).tolist()
         return means
-
-    def _is_possible(self, trial: frozenset[str]) -> bool:
-        try:
-            refuse_needed(self._access.model, trial if self._access.base is None else ())
-        except UnsupportedModelError:
-            return False
-        return True
 
     def _after_blocks(
         self, ids: Sequence[Tensor], trials: Sequence[frozenset[str]]
@@ -237,16 +234,15 @@ def refuse_needed(model: Any, dropped: Collection[str]) -> None:
 
 def decide_whole(block: Block, depth: PlannedDepth, names: Sequence[str]) -> dict[str, PruneResult]:
     """Return what a rule that drops whole blocks means for its linears in one of them: all zeros, or all weights."""
-    kept, score = block.fqn not in depth.dropped, depth.scores.get(block.fqn)
-    info = {} if score is None else {"importance": score}
-    results = {}
+    kept, results = block.fqn not in depth.dropped, {}
     for name in names:
         weight, bias = block.linears[name].held, block.linears[name].bias
         keep = torch.full(weight.shape, kept, device=weight.device)
         new, share = depth.solved.get(name, (None, None))
-        figures = info if share is None else {**info, "missing": share}
+        figures = {"importance": depth.scores.get(block.fqn), "missing": share}
         bias = None if kept or bias is None else torch.zeros_like(bias)
-        results[name] = PruneResult(keep, new, info=figures, bias=bias)
+        info = {key: x for key, x in figures.items() if x is not None}
+        results[name] = PruneResult(keep, new, info=info, bias=bias)
     return results
 
 
@@ -294,27 +290,23 @@ def solved_beside(
     if any(map(shared_states, chain(*calls.values()))):
         return {}
     order, solved = list(found.blocks), dict[str, tuple[Tensor, float]]()
-    left = [keep(x.clone()) for x in dense]
+    left: list[Tensor] = []
     entered = [keep(torch.empty_like(x)) for x in dense]
     numbers = [order.index(fqn) for fqn in dropped]
     first, last = min(numbers), max(numbers)
     previous: tuple[Block, list[Run]] | None = None
     for block, runs in each_block(access, found, calls, order[: last + 1]):
-        if block.index == first - 1:  # up to here nothing is missing
-            for x, whole in zip(left, dense, strict=True):
-                x.copy_(whole)
+        if block.index == max(first - 1, 0):  # up to here nothing is missing
+            left = [keep(x.clone()) for x in dense]
         advance(block.fqn, runs, dense)
+        next_goes = block.index < last and order[block.index + 1] in dropped
         if block.fqn not in dropped and block.index >= first - 1:
-            if order[block.index + 1] in dropped:
+            if next_goes:
                 previous = block, runs
                 for before, x in zip(entered, left, strict=True):
                     before.copy_(x)
             advance(block.fqn, runs, left)
-        elif (
-            previous is not None
-            and block.fqn in dropped
-            and (block.index == last or order[block.index + 1] not in dropped)
-        ):
+        elif block.fqn in dropped and not next_goes and previous is not None:
             with access.materialise(previous[0].fqn):
                 solved |= _solved(access, *previous, mine, entered, dense, left, ranks)
     return solved
@@ -367,7 +359,6 @@ def _solved(
 def last_linear(block: Block) -> Linear | None:
     """Return the linear that reads all feed-forward neurons of a block; None if there are several, or none."""
     with suppress(UnsupportedModelError):
-        units = find_units("neurons", block)
-        names = [name for one in units for name, own in one.owners.items() if own.dim == 1]
+        names = [name for one in find_units("neurons", block) for name, own in one.owners.items() if own.dim == 1]
         return block.linears[names[0]] if len(names) == 1 else None
     return None

@@ -393,13 +393,12 @@ def export(
     from compressx.evaluation.saved import export_saved, source_of
     from compressx.recipe.document import assignments
 
-    given = {key: value for key, value in (("type", kind), ("like", like)) if value is not None}
+    short = {"type": kind, "like": like}
+    given = assignments(options) | {key: value for key, value in short.items() if value is not None}
     begin = time.perf_counter()
     with terminal.under_way() as tell:
         tell(f"write {output}")
-        size, told = export_saved(
-            source_of(model, **found), name, {**assignments(options), **given}, output, host.plugins()
-        )
+        size, told = export_saved(source_of(model, **found), name, given, output, host.plugins())
     said = f": {told}" if told else ""
     click.echo(f"written to {output}, {size / 1e6:.4g} MB, in {time.perf_counter() - begin:.1f} s{said}")
 

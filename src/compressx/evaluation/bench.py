@@ -186,8 +186,7 @@ def bench(
         check_device(device)
     names = _names(sources)
     checkpoints = [find_checkpoint(source) for source in sources]
-    in_files = asked.engine == "llama.cpp"
-    limits = [(_of_gguf if in_files else _of_config)(*x) for x in zip(names, checkpoints, strict=True)]
+    limits = [_limits(name, checkpoint, asked.engine) for name, checkpoint in zip(names, checkpoints, strict=True)]
     asked, below = _fitted(asked, names, [x[0] for x in limits]), [x[1] for x in limits]
     room = max(x.prompt + x.new for x in asked.lengths)
     tasks = [
@@ -212,19 +211,16 @@ def bench(
     return Bench(tuple(models), asked.batch, min(below), rates(device).copy)
 
 
-def _of_config(name: str, checkpoint: Checkpoint) -> tuple[int | None, int]:
-    """Return the number of a model's positions, None if it is not limited, and of its token ids."""
-    skeleton = load_skeleton(checkpoint)
-    check_room(skeleton, 0, 0, name)
-    return getattr(text_config(skeleton), "max_position_embeddings", None), vocabulary(skeleton)
-
-
-def _of_gguf(name: str, checkpoint: Checkpoint) -> tuple[int | None, int]:
-    """Return the same by the metadata of a GGUF file.
+def _limits(name: str, checkpoint: Checkpoint, engine: Engine) -> tuple[int | None, int]:
+    """Return the number of a model's positions, None if it is not limited, and of its token ids.
 
     Raises:
-        UnsupportedModelError: the model is no GGUF file.
+        UnsupportedModelError: no causal language model, or for llama.cpp no GGUF file.
     """
+    if engine == "torch":
+        skeleton = load_skeleton(checkpoint)
+        check_room(skeleton, 0, 0, name)
+        return getattr(text_config(skeleton), "max_position_embeddings", None), vocabulary(skeleton)
     if checkpoint.gguf_file is None:
         raise UnsupportedModelError(
             f"{name}: --engine llama.cpp reads GGUF files; write one by compressx export {name} --format gguf"

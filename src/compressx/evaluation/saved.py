@@ -201,12 +201,10 @@ def export_saved(
 
 def _gguf_of(source: ModelSource) -> Path | None:
     """Return the GGUF file that the run in an output folder has pruned, if it was one and is there."""
-    recipe = None if source.path is None else source.path.expanduser() / "recipe.yaml"
-    if recipe is None or not recipe.is_file():
-        return None
-    with contextlib.suppress(CompressxError):
-        checkpoint = find_checkpoint(load_recipe(recipe).recipe.model)
-        return None if checkpoint.gguf_file is None else checkpoint.file
+    with contextlib.suppress(CompressxError):  # no recipe there, or its model is gone
+        if source.path is not None:
+            checkpoint = find_checkpoint(load_recipe(source.path.expanduser() / "recipe.yaml").recipe.model)
+            return None if checkpoint.gguf_file is None else checkpoint.file
     return None
 
 

@@ -185,11 +185,11 @@ def refuse_foreign(model: Any, like: Like) -> None:
     depth = ours.num_hidden_layers
     layers = [getattr(x, "layer_types", None) or [] for x in (ours, theirs)]
     pairs["layer_types"] = [x[:depth] if len(x) > 1 and {*layers[0]} != {"full_attention"} else [] for x in layers]
-    for key, values in pairs.items():
-        if values and not _same(*values):
+    for key, (here, there) in pairs.items():
+        if not _same(here, there):
             raise ArtifactError(
-                f"{like.path} is of another model: its {key} is {values[1]!r:.200}, and {values[0]!r:.200} in the one "
-                "to export; give the GGUF file of the dense model"
+                f"{like.path} is of another model: its {key} is {there!r:.200}, and {here!r:.200} in the one to "
+                "export; give the GGUF file of the dense model"
             )
     if depth > (count := theirs.num_hidden_layers):
         raise ArtifactError(f"{like.path} has {count} blocks, and the model to export {depth}; give the dense model's")
@@ -298,8 +298,7 @@ def _part(
     for kind, alive in found.items():
         order = torch.argsort((~alive.live).to(torch.int8), stable=True)[: counts[kind]]
         keep = torch.zeros(alive.units.count + 1, dtype=torch.bool)
-        keep[order] = True
-        keep[-1] = True  # rows of no unit
+        keep[order] = keep[-1] = True  # the last: rows of no unit
         if bool(keep.all()):
             continue
         for name, own in alive.units.owners.items():
@@ -395,12 +394,9 @@ class _Places:
         if re.search(r"ffn_(gate|up)_exps", name):
             return (shape[0], shape[1] // 2, *shape[2:])
         for tried in (shape, shape[::-1], tuple(n for n in shape if n != 1)):
-            try:
-                made = self.process(name, np.broadcast_to(np.float32(0), tried), part)
-            except (ValueError, IndexError):
-                continue
-            if made.shape == shape:
-                return tried
+            with contextlib.suppress(ValueError, IndexError):
+                if self.process(name, np.broadcast_to(np.float32(0), tried), part).shape == shape:
+                    return tried
         raise self._unknown(name)
 
     def stored(self, name: str, wanted: np.ndarray, shape: tuple[int, ...], part: _Cut | None) -> np.ndarray:
@@ -498,9 +494,8 @@ def write(access: Access, like: Like, kind: str, path: Path, halved: Collection[
     class Writer(GGUFWriter):  # type: ignore[misc] # untyped
         """Also writes values that are packed already."""
 
-        def _pack_val(self, val: Any, *args: Any, **kwargs: Any) -> bytes | bytearray:
-            packed: bytes = val if isinstance(val, bytes) else super()._pack_val(val, *args, **kwargs)
-            return packed
+        def _pack_val(self, val: Any, *args: Any, **kwargs: Any) -> Any:
+            return val if isinstance(val, bytes) else super()._pack_val(val, *args, **kwargs)
 
     refuse_foreign(access.model, like)
     architecture, parts = parts_of(access, like, halved)

@@ -50,7 +50,7 @@ def close(path: Path) -> None:
 
 def stored_numbers(path: Path) -> int:
     """Count the numbers in a file's tensors, zeros that are put in for `deci` included."""
-    return sum(int(x.n_elements) for x in _of_one_size(_reader(path)).tensors)
+    return sum(math.prod(map(int, x.shape)) for x in _of_one_size(_reader(path)).tensors)
 
 
 def values_of(path: Path) -> Mapping[str, Any]:
@@ -151,11 +151,6 @@ class _Padded:
     tensor_type = 0  # float32
 
     @property
-    def n_elements(self) -> int:
-        """How many numbers it has."""
-        return math.prod(self.shape)
-
-    @property
     def data(self) -> np.ndarray:
         """Its numbers, float32."""
         from gguf import dequantize
@@ -194,9 +189,8 @@ def _of_one_size(reader: Any) -> Any:
                 shapes[own] = tuple(map(max, shape, shapes.get(own, shape)))
         head = int(fields["deci.attention.key_length"].contents())
         attending = [x for x in blocks if "attn_output.weight" in x]
-        rows = {tuple(int(x[f"attn_{own}.weight"].shape[1]) for own in ("q", "k")) for x in attending}
-        (per_group,) = {queries / keys for queries, keys in rows}
-        query, hidden, wide = max(rows)[0], shapes["attn_q.weight"][1], shapes["ffn_down.weight"][1]
+        (per_group,) = {int(x["attn_q.weight"].shape[1]) / int(x["attn_k.weight"].shape[1]) for x in attending}
+        (query, hidden), wide = shapes["attn_q.weight"], shapes["ffn_down.weight"][1]
         whole = per_group % 1 == 0 and query % head == 0
     except (LookupError, ValueError, TypeError, ArithmeticError) as error:
         raise ArtifactError(f"this is no Llama of the architecture deci: {one_line(str(error))[:200]}") from error

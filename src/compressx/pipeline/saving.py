@@ -87,13 +87,7 @@ class Export(Stage):
                 exporter = _built(state, i)
                 if state.skeleton is not None and (check := getattr(exporter, "check", None)) is not None:
                     with state.loaded.at("export", i), blamed_on(f"exporter {export.format!r}"):
-                        check(PlannedModel(state.skeleton, _gguf_of(state), state.recipe.own_widths))
-
-
-def _gguf_of(state: RunState) -> Path | None:
-    """Return the GGUF file that the model is read from, if it is one."""
-    checkpoint = state.checkpoint
-    return None if checkpoint is None or checkpoint.gguf_file is None else checkpoint.file
+                        check(PlannedModel(state.skeleton, state.gguf, state.recipe.own_widths))
 
 
 def _built(state: RunState, i: int) -> Exporter:
@@ -117,7 +111,7 @@ def written(state: RunState, output: Path) -> Iterator[dict[str, Any]]:
     masks = MaskSet.load(output / "masks.safetensors")
     base = None if state.recipe.base is None else find_checkpoint(state.recipe.base)
     folder = None if base is None or base.gguf_file is not None else local_folder(base)
-    model = FinishedModel(output / "model", state.access, state.tokenizer, masks, folder, _gguf_of(state))
+    model = FinishedModel(output / "model", state.access, state.tokenizer, masks, folder, state.gguf)
     shutil.rmtree(output / "exports", ignore_errors=True)  # left by an interrupted run
     for i, export in enumerate(state.recipe.export):
         folder = model.folder if export.format == _OWN else output / "exports" / export.format
@@ -125,9 +119,8 @@ def written(state: RunState, output: Path) -> Iterator[dict[str, Any]]:
         with os_errors_named("create", folder):
             folder.mkdir(parents=True, exist_ok=folder == model.folder)
         with state.loaded.at("export", i), blamed_on(f"exporter {export.format!r}"):
-            told = exporter.export(model, folder)
-        if told:
-            state.note(f"{export.format}: {told}")
+            if told := exporter.export(model, folder):
+                state.note(f"{export.format}: {told}")
         size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
         found = {"format": export.format, "folder": folder.relative_to(output).as_posix(), "bytes": size}
         speed = speed_reached(state, folder / "model.gguf") if export.format == "gguf" else {}

@@ -263,18 +263,15 @@ def _budget_mistakes(loaded: LoadedRecipe) -> Iterator[str]:
                 f"{loaded.where('allocation')}: allocation chooses no sparsities of {rule.pattern} at "
                 f"{loaded.where('prune', i, 'pattern')}; drop allocation, or prune them by a recipe of their own"
             )
-            continue
-        if isinstance(rule.pattern, str) and not allocated:
-            if rule.sparsity is None:
-                yield f"{loaded.where('prune', i)}: prune[{i}]: {rule.pattern} needs sparsity, such as 0.2"
-            continue
-        if not allocated and rule.sparsity is None and rule.pattern is None:
-            yield f'{loaded.where("prune", i)}: prune[{i}]: needs sparsity, such as 0.5, or pattern, such as "2:4"'
-        if allocated and rule.sparsity is not None:
+        elif allocated and rule.sparsity is not None:
             yield (
                 f"{loaded.where('prune', i, 'sparsity')}: prune[{i}] has sparsity {rule.sparsity}, but allocation at "
                 f"{loaded.where('allocation')} chooses every rule's sparsity; drop sparsity here, or drop allocation"
             )
+        elif not allocated and rule.sparsity is None and isinstance(rule.pattern, str):
+            yield f"{loaded.where('prune', i)}: prune[{i}]: {rule.pattern} needs sparsity, such as 0.2"
+        elif not allocated and rule.sparsity is None and rule.pattern is None:
+            yield f'{loaded.where("prune", i)}: prune[{i}]: needs sparsity, such as 0.5, or pattern, such as "2:4"'
 
 
 _ARGUMENT = "the argument calibration"

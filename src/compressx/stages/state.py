@@ -114,6 +114,11 @@ class RunState:
         return self.loaded.recipe
 
     @property
+    def gguf(self) -> Path | None:
+        """The GGUF file that the dense model is read from, if it is one."""
+        return self.checkpoint.file if self.checkpoint is not None and self.checkpoint.gguf_file is not None else None
+
+    @property
     def dtype(self) -> torch.dtype:
         """Dtype that the weights are loaded in."""
         return self.skeleton.dtype if self.checkpoint is None else dtype_of(self.checkpoint, self.skeleton.config)
