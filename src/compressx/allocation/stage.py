@@ -6,8 +6,7 @@ import dataclasses
 import logging
 import math
 import shutil
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -15,15 +14,13 @@ from compressx.allocation.methods import Curves, allocate, stored_windows
 from compressx.allocation.units import check_allocation, units_of
 from compressx.api.exporter import PlannedModel
 from compressx.api.names import in_short, kind_of
-from compressx.api.patterns import Structured, UnitKind, Unstructured
+from compressx.api.patterns import Structured, Unstructured
 from compressx.api.projections import parent
 from compressx.api.record import RunReport
 from compressx.blocks.stage import statistics_bytes
 from compressx.evaluation.bench import BenchSettings, bench
-from compressx.models.access import Access
 from compressx.models.architecture import count_parameters
 from compressx.models.gguf_export import GgufOptions, Like, file_bytes, write
-from compressx.models.streaming import open_model
 from compressx.planning.plan import Plan
 from compressx.recipe.sections import Allocation, AttentionAware, DivergenceAllocation, SizeBudget
 from compressx.recipe.sources import ModelSource
@@ -202,8 +199,14 @@ def _in_time(state: RunState, settings: Allocation) -> Allocation:
     """
     if (asked := settings.budget.get("decode")) is None:
         return settings
+    planned, options = _exported(state, "decode is the speed")
+    like, (dense, half) = Like.read(options.like, planned.gguf), _timed_files(state)
     halved = sorted({x.pattern.unit for x in state.plan.linears if isinstance(x.pattern, Structured)})
-    speed, gone = _faster(state, state.access, halved)
+    dense.parent.mkdir(parents=True, exist_ok=True)
+    write(state.access, like, options.type, dense)
+    write(state.access, like, options.type, half, halved)
+    speed, gone = _faster(dense, half)
+    half.unlink()
     state.note(f"decode: with half of {' and '.join(halved)} gone, llama.cpp is {speed:.4g} times as fast")
     each, most = (1 - 1 / speed) / gone, min(_most(state.plan, settings), gone)
     if (1 - 1 / asked) > most * each:
@@ -215,30 +218,24 @@ def _in_time(state: RunState, settings: Allocation) -> Allocation:
     return _without(state.plan, settings, (1 - 1 / asked) / each)
 
 
-def _faster(
-    state: RunState, dense: Access, halved: Sequence[UnitKind] = (), file: Path | None = None
-) -> tuple[float, int]:
-    """Return how many times as fast as the dense model a file, or half of the units, writes; and the weights gone."""
-    planned, options = _exported(state, "decode is the speed")
-    like = Like.read(options.like, planned.gguf)
-    state.note("decode: timing two files in llama.cpp")
-    with tempfile.TemporaryDirectory(prefix="compressx-") as folder:
-        write(dense, like, options.type, whole := Path(folder, "dense.gguf"))
-        if file is None:
-            write(dense, like, options.type, file := Path(folder, "half.gguf"), halved)
-        timed = bench([ModelSource(path=whole), ModelSource(path=file)], _BENCH)
+def _timed_files(state: RunState) -> tuple[Path, Path]:
+    """Return where the dense model is, as it is exported, until the run ends, and one with half of the units."""
+    return state.store.blocks / "dense.gguf", state.store.blocks / "half.gguf"
+
+
+def _faster(dense: Path, file: Path) -> tuple[float, int]:
+    """Return how many times as fast as the dense model a file writes, and how many parameters it lacks."""
+    timed = bench([ModelSource(path=dense), ModelSource(path=file)], _BENCH)
     first, second = timed.models
     return timed.ratio(second, timed.lengths[0], "decode").median, first.parameters - second.parameters
 
 
 def speed_reached(state: RunState, file: Path) -> dict[str, float]:
     """Return what a written file reached of a budget of speed, for `RunReport.exports`; empty without one."""
-    settings, checkpoint = state.recipe.allocation, state.checkpoint
-    if settings is None or "decode" not in settings.budget or checkpoint is None:
+    if state.recipe.allocation is None or "decode" not in state.recipe.allocation.budget:
         return {}
-    dense = open_model(checkpoint, state.recipe.model.streaming, state.device)
     try:
-        return {"decode": _faster(state, dense, file=file)[0]}
+        return {"decode": _faster(_timed_files(state)[0], file)[0]}
     except CompressxError as error:  # the model is written, and its speed is only told
         state.note(f"decode: not timed: {error}")
         return {}
