@@ -31,7 +31,7 @@ from compressx.runtime.errors import CompressxError, Mistakes, RecipeError
 from compressx.stages.state import RunState, Stage
 from compressx.stages.store import ALLOCATED, Allocated
 
-_BENCH = BenchSettings((Length(16, 64),), fit=True, engine="llama.cpp")
+_BENCH = BenchSettings((Length(16, 64),), rounds=15, fit=True, engine="llama.cpp")
 
 
 class Allocate(Stage):
