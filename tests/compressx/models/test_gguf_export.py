@@ -293,18 +293,28 @@ def test_types_that_the_package_cannot_quantize_name_llama_quantize():
         GgufOptions.model_validate({"type": "Q4_K_M"})
 
 
-def test_the_real_model_dense_and_cut_computes_the_same_in_llama_cpp(smollm2: Any, tmp_path: Path):
+def test_the_real_model_dense_shrunk_and_cut_computes_the_same_in_llama_cpp(smollm2: Any, tmp_path: Path):
     like = Like.read(None, find_checkpoint(ModelSource(**SMOLLM2)).file)
     prompt = smollm2.tokenizer("The history of the city of Paris begins with")["input_ids"]
     model = copy.deepcopy(smollm2.model)
     assert write(InMemory(model), like, "F16", tmp_path / "dense.gguf").startswith("llama, 30 blocks, 1536 neurons")
     assert agrees(model, tmp_path / "dense.gguf", prompt)
     with torch.no_grad():
+        for layer in model.model.layers:  # no more than leaves a model that float16 does not throw off
+            query = layer.self_attn.q_proj.weight
+            query[query.abs() < query.abs().median()] = 0
+            layer.mlp.down_proj.weight[:, 1440:] = 0
+        model.model.layers[20].self_attn.o_proj.weight.zero_()
+        model.model.layers[20].mlp.down_proj.weight.zero_()
+    told = write(InMemory(model), like, "F16", tmp_path / "shrunk.gguf")
+    assert told == "llama, 29 blocks, 1440 neurons, 3 key/value groups"
+    queries = np.array(gguf_header.tensors_of(tmp_path / "shrunk.gguf")["blk.7.attn_q.weight"])
+    assert np.mean(queries == 0) > 0.49
+    assert agrees(model, tmp_path / "shrunk.gguf", prompt)
+    with torch.no_grad():
         for i, layer in enumerate(model.model.layers):
             layer.mlp.down_proj.weight[:, 1126 + 8 * i :] = 0
-        for i in (14, 20):
-            model.model.layers[i].self_attn.o_proj.weight.zero_()
-        model.model.layers[20].mlp.down_proj.weight.zero_()
+        model.model.layers[14].self_attn.o_proj.weight.zero_()
     told = write(InMemory(model), like, "F16", tmp_path / "cut.gguf")
     assert told == "deci, 29 blocks, 1152 to 1376 neurons, 0 to 3 key/value groups"
     assert agrees(model, tmp_path / "cut.gguf", prompt)
