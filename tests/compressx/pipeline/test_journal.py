@@ -98,7 +98,7 @@ def _scored(ranks: Ranks, folder: Path) -> dict[str, float]:
     time.sleep(0 if ranks.first else 0.3)
     kept = Journal(folder, {}, ranks)
     found = dict(kept.scores)
-    kept.score({"model.layers.0": 0.5})
+    kept.score({"model.layers.0": 0.5}, {})
     return found
 
 
@@ -353,7 +353,7 @@ def test_killed_at_any_change_of_its_files_a_run_goes_on_to_the_same_end(model, 
 )  # fmt: skip
 def test_a_forged_record_is_damaged_and_no_block_is_read_elsewhere(forged: dict[str, Any], tmp_path: Path) -> None:
     kept = Journal(tmp_path, {})
-    kept.score({"block.0": 1.0})
+    kept.score({"block.0": 1.0}, {})
     record = json.loads((tmp_path / "state.json").read_text())
     Journal(tmp_path, {})  # as it was written it is read
     for text in (json.dumps({**record, **forged}), "[" * 100_000, "[]", "null"):
