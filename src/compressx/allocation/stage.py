@@ -22,7 +22,7 @@ from compressx.evaluation.bench import BenchSettings, bench
 from compressx.models.architecture import count_parameters
 from compressx.models.gguf_export import GgufOptions, Like, file_bytes, write
 from compressx.planning.plan import Plan
-from compressx.recipe.sections import Allocation, AttentionAware, DivergenceAllocation, SizeBudget
+from compressx.recipe.sections import Allocation, AttentionAware, DivergenceAllocation, TargetBudget
 from compressx.recipe.sources import ModelSource
 from compressx.recipe.validation import validate_options
 from compressx.report.section import Column, Section, count_of, table
@@ -133,7 +133,7 @@ def within_budget(state: RunState, plan: Plan) -> Plan:
         RecipeError: a budget out of reach, or a rule whose zeros make nothing smaller.
     """
     settings = plan.allocation
-    if settings is None or not isinstance(budget := settings.target, SizeBudget):
+    if settings is None or not isinstance(budget := settings.target, TargetBudget):
         return plan
     with state.loaded.at("allocation", "target"):
         if odd := next((x.name for x in plan.linears if not isinstance(x.pattern, Structured)), None):
@@ -156,6 +156,7 @@ def within_budget(state: RunState, plan: Plan) -> Plan:
 
 
 def _most(plan: Plan, settings: Allocation) -> int:
+    """Return how many weights the rules can take."""
     return sum(u.most() for u in units_of(plan, settings.unit))
 
 
@@ -167,7 +168,7 @@ def _without(plan: Plan, settings: Allocation, weights: float) -> Allocation:
     return settings.model_copy(update={"target": zeros / sum(u.weights for u in units)})
 
 
-def _size(state: RunState, plan: Plan, budget: SizeBudget) -> tuple[int, float]:
+def _size(state: RunState, plan: Plan, budget: TargetBudget) -> tuple[int, float]:
     """Return the size of the dense model, and what goes with a weight of a unit: biases go with rows."""
     parameters = dict(state.skeleton.named_parameters())
     weights = sum(x.weights for x in plan.linears)

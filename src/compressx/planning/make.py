@@ -14,7 +14,14 @@ from compressx.api.patterns import NM, Asked, Structured, Units, Unstructured, c
 from compressx.api.pruner import Block, PrunerSpec, statistic_of
 from compressx.models.architecture import Architecture, survey, text_config
 from compressx.planning.plan import Plan, PlannedLinear, PlannedRule
-from compressx.planning.structured import check_experts, check_units, check_whole, find_depth, step_of, units_of_rules
+from compressx.planning.structured import (
+    check_experts,
+    check_units,
+    check_whole,
+    find_depth,
+    multiple_of,
+    units_of_rules,
+)
 from compressx.planning.targets import Assigned, match_targets, targeted_by
 from compressx.plugins.kinds import PRUNER
 from compressx.plugins.manager import Plugins
@@ -179,7 +186,7 @@ def _patterns(
     allocation = loaded.recipe.allocation
     kinds = [_pattern_of(loaded, index, spec) for index, spec in enumerate(specs)]
     patterns: dict[str, Asked] = {
-        name: Structured(one.kind, kinds[index].sparsity, one, step_of(loaded, index, one))
+        name: Structured(one.kind, kinds[index].sparsity, one, multiple_of(loaded, index, one))
         if (one := units.get(index, {}).get(name)) is not None
         else kinds[index]
         for name, index in taken.items()

@@ -126,7 +126,7 @@ def check_whole(
                 break
 
 
-def step_of(loaded: LoadedRecipe, index: int, units: Units) -> int:
+def multiple_of(loaded: LoadedRecipe, index: int, units: Units) -> int:
     """Return of what the number of units that stay is a multiple: what the rule says, of neurons 32 where it divides.
 
     Raises:

@@ -75,7 +75,7 @@ _METHOD = "how sparsities are chosen"
 _WINDOWS = "the first calibration windows to measure with"
 
 
-class SizeBudget(Strict):
+class TargetBudget(Strict):
     """How small or fast the model has to become, in place of a fraction of zeros; with rules of units only."""
 
     parameters: StrictFloat | None = Field(
@@ -87,7 +87,7 @@ class SizeBudget(Strict):
     )
 
     @model_validator(mode="after")
-    def _one(self) -> SizeBudget:
+    def _one(self) -> TargetBudget:
         if len(self.model_dump(exclude_none=True)) != 1:
             raise conflict("give exactly one of parameters, bytes, decode", sorted(self.model_fields_set))
         return self
@@ -115,8 +115,8 @@ class _Measuring(Strict):
     """Keys of the methods that measure divergences."""
 
     target: Annotated[
-        Annotated[StrictFloat, Field(gt=0, lt=MAX_SPARSITY), Tag("number")] | Annotated[SizeBudget, Tag("mapping")],
-        Discriminator(lambda value: "mapping" if isinstance(value, dict | SizeBudget) else "number"),
+        Annotated[StrictFloat, Field(gt=0, lt=MAX_SPARSITY), Tag("number")] | Annotated[TargetBudget, Tag("mapping")],
+        Discriminator(lambda value: "mapping" if isinstance(value, dict | TargetBudget) else "number"),
     ] = Field(description=f"{_TARGET}; or a budget, {{parameters: 0.8}}, {{bytes: 120MB}} or {{decode: 1.3}}")
     sparsities: list[Annotated[StrictFloat, Field(gt=0, le=MAX_SPARSITY)]] = Field(
         default=[0.3, 0.5, 0.7, 0.9], min_length=2, description="sparsities to measure, increasing; 0.5 is 50%"
@@ -132,12 +132,12 @@ class _Measuring(Strict):
     @property
     def budget(self) -> dict[str, float]:
         """The budget's number by its key; empty of a fraction of zeros."""
-        return self.target.model_dump(exclude_none=True) if isinstance(self.target, SizeBudget) else {}
+        return self.target.model_dump(exclude_none=True) if isinstance(self.target, TargetBudget) else {}
 
     @property
     def fraction(self) -> float:
         """The target; of a budget, which is none before the model is known, a half."""
-        return 0.5 if isinstance(self.target, SizeBudget) else self.target
+        return 0.5 if isinstance(self.target, TargetBudget) else self.target
 
     @model_validator(mode="after")
     def _rising(self) -> _Measuring:
