@@ -308,6 +308,22 @@ def test_the_figures_of_the_readme_and_of_the_best_recipes_are_those_of_the_resu
         assert said == [(minutes[column], "")] * bool(minutes[column]) + [("", memory[column])]  # one was not timed
 
 
+def test_the_first_screen_of_the_readme_has_the_two_commands_that_set_up_all_run_and_test():
+    screen = "\n".join(_README.splitlines()[:24])
+    [commands] = _blocks(screen, "sh")
+    first, *made = (line.partition("#")[0].split() for line in commands.splitlines())
+    assert first == ["git", "clone", "REPOSITORY", "compressx", "&&", "cd", "compressx"]
+    assert made == [["make", "quickstart"], ["make", "test"]]
+    assert re.search(r"make quickstart .*minutes.*memory.*disk\n.*make test .*minutes.*disk", commands)
+    assert "TORCH_INDEX=" in screen
+    assert "(CONTRIBUTING.md)" in screen
+    for (command, target), what in zip(made, ["compressx run recipes/quickstart.yaml", "pytest"], strict=True):
+        fresh = [command, "--dry-run", target, "VENV=none"]  # as where nothing is installed
+        told = subprocess.run(fresh, cwd=_ROOT, capture_output=True, text=True, check=True).stdout
+        assert "-m venv none" in told, told
+        assert what in told, told
+
+
 # --- links
 
 
@@ -503,7 +519,7 @@ cd() { :; }; eval() { :; }
 """
 """For bash: write down what would be run, with functions, loops and variables resolved, and run nothing."""
 Command: TypeAlias = list[str]
-_OTHERS = {"cat", "cmp", "cp", "diff", "hf", "llama-quantize", "make", "pip", "pytest", "python3"}
+_OTHERS = {"cat", "cmp", "cp", "diff", "git", "hf", "llama-quantize", "make", "pip", "pytest", "python3"}
 """Programs that are not ours, whose options are not looked at; any other name is a function that the page lacks."""
 
 for_bash = pytest.mark.skipif(shutil.which("bash") is None, reason="the pages are for bash")
