@@ -6,6 +6,7 @@ no traceback); 130 interrupted; 143 terminated. Output is plain if standard outp
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 import click
@@ -58,4 +59,7 @@ for _command in (
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit."""
+    # OpenMP reads this when torch is imported. Threads that spin at barriers take the cores from whatever else runs.
+    if not os.environ.keys() & {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"}:
+        os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
     cli.main(args=None if arguments is None else list(arguments), prog_name="compressx")
