@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from tests.compressx.cli.commands import invoke, printed
 from tests.compressx.saved import save_tiny
 
@@ -119,6 +122,31 @@ def test_each_kind_of_block_is_pruned_once_and_counts_as_often_as_there_are_alik
     found = planned(PLAIN.replace("prune:\n", f"prune:\n{rules}"))
     assert seen == ["model.layers.0", "model.layers.2"]
     assert found["seconds"]["prune"] == 3.0
+
+
+@pytest.mark.parametrize("block", ["model.layers.0", "model.layers.1", "model.layers.2"])
+def test_the_block_that_is_timed_is_the_one_that_is_asked_for_and_nothing_is_pruned_before(monkeypatch, block):
+    seen: list[tuple[str, bool]] = []
+    dense = load_file("model/model.safetensors")
+
+    def prune_model(access, *given):
+        held = access.model.state_dict()
+        for pruned in timing(access, *given):
+            alike = [torch.equal(held[name], x) for name, x in dense.items() if not name.startswith(f"{block}.")]
+            seen.append((pruned.report.fqn, all(alike)))
+            yield pruned
+
+    timing = timed.prune_model
+    monkeypatch.setattr(timed, "_kinds", lambda _: {block: 3})
+    monkeypatch.setattr(timed, "prune_model", prune_model)
+    planned(PLAIN)
+    assert seen == [(block, True)]
+
+
+def test_an_allocation_takes_as_long_as_all_of_its_blocks(monkeypatch):
+    tick = itertools.count()
+    monkeypatch.setattr(timed, "_now", lambda _: float(next(tick)))  # one second between two readings
+    assert planned(MEASURED)["seconds"]["allocate"] == 3.0
 
 
 def test_linears_outside_the_blocks_are_pruned_too_and_dropped_blocks_are_not():

@@ -280,9 +280,10 @@ def test_a_damaged_file_of_own_widths_is_refused_or_read_and_nothing_else(change
 _TINY = tiny_of("llama")
 
 
-def test_values_that_float16_cannot_hold_are_refused(tmp_path: Path):
+@pytest.mark.parametrize("value", [1e6, -1e6])
+def test_values_that_float16_cannot_hold_are_refused(value: float, tmp_path: Path):
     model = tiny_of("llama")
-    model.model.layers[1].mlp.up_proj.weight.data[0, 0] = 1e6
+    model.model.layers[1].mlp.up_proj.weight.data[0, 0] = value
     with pytest.raises(ArtifactError, match=r"layers.1.mlp.up_proj.weight has values beyond 65504, .*type BF16"):
         exported(tmp_path, model, "llama", "Q8_0")
     exported(tmp_path, model, "llama", "BF16")

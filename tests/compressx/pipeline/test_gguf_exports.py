@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,20 @@ def test_what_cannot_be_written_is_refused_before_weights_are_read(dense: Path, 
         CompressxError, match=r"one width for all blocks of gemma2, .*drop allocation, and give each rule"
     ):
         plan(recipe(folder, export=[{"format": "gguf", "options": {"like": str(like)}}], **own))
+
+
+@pytest.mark.parametrize("setting", ["final_logit_softcapping", "attn_logit_softcapping"])
+def test_a_like_file_of_a_model_with_another_softcap_is_refused(setting: str, tmp_path: Path):
+    model = tiny_of("gemma2")
+    caps = {name: float(getattr(model.config, name)) for name in ("final_logit_softcapping", "attn_logit_softcapping")}
+    write_like(tmp_path / "like.gguf", model, "gemma2", caps)
+    setattr(model.config, setting, 10.0)
+    folder = save_tiny_model(tmp_path / "model", "gemma2")
+    model.save_pretrained(folder)
+    told = refused("export", str(folder), "--like", str(tmp_path / "like.gguf"), "-o", str(tmp_path / "x.gguf"))
+    assert setting in told
+    assert re.search(r"\b10(\.0)?\b", told), "the model's value is named"
+    assert not (tmp_path / "x.gguf").exists()
 
 
 def test_an_output_folder_that_holds_the_like_file_is_not_replaced(dense: Path):

@@ -290,6 +290,25 @@ def test_a_budget_of_bytes_is_kept_by_the_file_that_is_written(models, kind):
     )
 
 
+@pytest.mark.parametrize(("asked", "each", "bias"), [("parameters", 1, 1), ("bytes", 2, 4)])
+def test_a_budget_counts_the_biases_that_go_with_rows(models, asked, each, bias):
+    """One group of Qwen2's keys and values less is enough for its weights and the biases of its rows, and is taken."""
+    source = models("qwen2")
+    model = AutoModelForCausalLM.from_pretrained(source)
+    group, biases = 4 * 32 * 64 - 2 * 16 * 64, 32 + 2 * 16  # of two queries, a key and a value, of 16 each
+    whole = sum(x.numel() for x in model.parameters())
+    export = {}
+    if asked == "bytes":
+        options = {"type": "F16", "like": str(write_like(Path("like.gguf"), model, "qwen2"))}
+        export = {"export": [{"format": "gguf", "options": options}]}
+        whole = sum(file_bytes(PlannedModel(model), GgufOptions.model_validate(options)).values())
+    left = whole - each * group - bias * biases + 1
+    target = {"bytes": left} if asked == "bytes" else {"parameters": left / whole}
+    rule = {"targets": ["*"], "pruner": "wanda", "pattern": "kv-groups"}
+    found = plan(recipe(source, rule, allocation={"method": "divergence", "target": target}, **export))
+    assert found.allocation.target * sum(x.weights for x in found.linears) == pytest.approx(group)
+
+
 def pretended(seen: list[list[int]]) -> Any:
     """Return a `bench` that has llama.cpp run the files, and says that a token takes a second for each byte."""
 

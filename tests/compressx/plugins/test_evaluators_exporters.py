@@ -60,6 +60,41 @@ def test_a_recipe_measures_by_an_evaluator_that_a_plugin_offers(package: Path, m
     assert json.loads(printed("eval", "out", "--recipe", "out/recipe.yaml", "--json")) == report.evaluation["pruned"]
 
 
+READS = """\
+    def check(self, model, tokenizer, at):
+        pass
+
+    def read(self, model, tokenizer):
+        return None
+
+    def fingerprint(self, text):
+        return "text"
+
+    def evaluate(self, model):
+        return {"my-own": {"version": VERSION}}
+
+    def once("""
+
+
+@evaluator
+def test_figures_are_cached_until_the_code_of_their_evaluator_changes(
+    package: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COMPRESSX_CACHE", "cache")
+    given, template = recipe(model, HALF, evaluate={"my-own": {}}), package.read_text()
+
+    def measured(version: int) -> object:
+        package.write_text(template.replace("    def evaluate(", READS.replace("VERSION", str(version))))
+        sys.modules.pop("compressx_my_own", None)
+        return run(given, replace=True).evaluation["dense"]["my-own"]["version"]
+
+    assert measured(1) == 1
+    (entry,) = Path("cache/evaluations").iterdir()
+    entry.write_text(entry.read_text().replace('"version": 1', '"version": 9'))
+    assert measured(1) == 9, "it is taken from the cache"
+    assert measured(2) == 2
+
+
 @evaluator
 def test_mistakes_of_an_evaluator_are_named_in_one_line_with_their_place(package: Path, model: Path) -> None:
     def said(*arguments: str, **evaluate: object) -> str:

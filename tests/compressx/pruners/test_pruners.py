@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from tests.compressx.pruners.problems import SPECS, correlated_inputs, one_linear, output_error, prune
 
 from compressx import UnsupportedModelError
 from compressx.api.patterns import NM, FixedMask, Unstructured, zeros_in
+from compressx.pruners.dare import Dare, DareOptions
 
 
 @pytest.mark.parametrize("pattern", [Unstructured(0.5, "row"), Unstructured(0.7, "layer"), NM(2, 4)], ids=str)
@@ -83,3 +86,16 @@ def test_features_that_never_fire_are_dropped_first_by_all_that_are_calibrated()
     for name in ("wanda", "sparsegpt", "alps"):
         result = prune(name, block, Unstructured(3 / 48, "row"), x)["fc"]
         assert (~result.keep).nonzero()[:, 1].unique().tolist() == dead, name
+
+
+def test_dare_draws_for_each_linear_and_each_seed_anew():
+    def drawn(seed: int) -> dict[str, torch.Tensor]:
+        block = one_linear(**{"layers-0-q": (16, 48), "layers-0-k": (16, 48), "layers-1-q": (16, 48)})
+        patterns = dict.fromkeys(block.linears, Unstructured(0.5, "layer"))
+        return {name: result.keep for name, result in Dare(DareOptions(seed=seed)).prune(block, patterns, {}).items()}
+
+    first, again, other = drawn(0), drawn(0), drawn(1)
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    masks = [*first.values(), *other.values()]
+    shares = [float((a == b).float().mean()) for a, b in itertools.combinations(masks, 2)]
+    assert shares == pytest.approx([0.5] * 15, abs=0.1), "of independent draws half of the entries agree"
