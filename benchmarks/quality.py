@@ -138,9 +138,9 @@ def for_peer(settings: Settings, folder: Path) -> dict[str, str]:
     tokenizer = load_tokenizer(found)
     source = DatasetSource(**_dataset(settings.calibration))
     draw = Draw([(source, 1.0)], settings.samples, settings.sequence_length, bos=settings.bos)
-    drawn = read_calibration(draw, tokenizer)
-    (folder / "windows.json").write_text(json.dumps(drawn.tolist()), encoding="utf-8")
     model = load_model(found)  # saved as a folder, whatever its source
+    drawn = read_calibration(draw, tokenizer, model=model)
+    (folder / "windows.json").write_text(json.dumps(drawn.tolist()), encoding="utf-8")
     model.save_pretrained(folder / "dense")
     tokenizer.save_pretrained(folder / "dense")
     dtype = str(model.dtype).removeprefix("torch.")
@@ -161,7 +161,7 @@ def dense(settings: Settings) -> dict[str, float]:
     measured = {"sparsity": 0.0, "seconds": 0.0, "gigabytes": 0.0}
     for name, text in settings.evaluation.items():
         ids, bos = token_ids(documents(DatasetSource(**_dataset(text)), "evaluation"), tokenizer), settings.bos
-        first = beginning(tokenizer, bos)
+        first = beginning(tokenizer, bos, model.model)
         windows = evaluation_windows(ids, settings.windows, settings.sequence_length, bos=first)
         measured[column(name)] = token_perplexity(model, windows)
     return measured

@@ -61,8 +61,10 @@ def _calls_backend(tokenizer: Any) -> bool:
     return isinstance(tokenizer, Fast) and own.__call__ is Fast.__call__ and own._encode_plus is Fast._encode_plus
 
 
-def beginning(tokenizer: Any, bos: Bos) -> int | None:
-    """Return the id of the BOS token that each window begins with, or None; `auto` means for Gemma only.
+def beginning(tokenizer: Any, bos: Bos, model: Any | None = None) -> int | None:
+    """Return the id of the BOS token that each window begins with, or None.
+
+    `auto` means for Gemma only: by the type of the model, if it is known, or the class of the tokenizer.
 
     Raises:
         CalibrationError: the tokenizer has no BOS token.
@@ -70,7 +72,9 @@ def beginning(tokenizer: Any, bos: Bos) -> int | None:
     if bos == "auto":
         from transformers import GemmaTokenizer
 
-        bos = isinstance(tokenizer, GemmaTokenizer)
+        configs = () if model is None else (model.config, model.config.get_text_config(decoder=True))
+        gemma = isinstance(tokenizer, GemmaTokenizer) or any("gemma" in x.model_type for x in configs)
+        bos = gemma and tokenizer.bos_token_id is not None
     if not bos:
         return None
     if tokenizer.bos_token_id is None:
@@ -78,11 +82,11 @@ def beginning(tokenizer: Any, bos: Bos) -> int | None:
     return int(tokenizer.bos_token_id)
 
 
-def read_calibration(draw: Draw, tokenizer: Any, generated: Generated | None = None) -> Tensor:
+def read_calibration(draw: Draw, tokenizer: Any, generated: Generated | None = None, model: Any = None) -> Tensor:
     """Read the calibration split of each source and draw its share of windows.
 
     Windows of several sources are shuffled together, so that every batch and whatever is held out has some of each.
-    `generated` returns the model's own text.
+    `generated` returns the model's own text, and `bos: auto` asks for the model.
 
     Returns:
         int64 [samples, sequence_length].
@@ -94,7 +98,7 @@ def read_calibration(draw: Draw, tokenizer: Any, generated: Generated | None = N
     drawn = []
     for i, ((source, _), share) in enumerate(zip(draw.sources, draw.shares(), strict=True)):
         with _named(f"datasets[{i}]" if many else ""):
-            drawn.append(_drawn(source, share, draw, tokenizer, generated))
+            drawn.append(_drawn(source, share, draw, tokenizer, generated, model))
     windows = torch.cat(drawn)
     return windows[_order(len(windows), draw.seed)] if many else windows
 
@@ -108,22 +112,24 @@ def _named(name: str) -> Iterator[None]:
         raise type(error)(f"{name}: {error}" if name else str(error)) from error
 
 
-def _drawn(source: DatasetSource, samples: int, draw: Draw, tokenizer: Any, generated: Generated | None) -> Tensor:
+def _drawn(
+    source: DatasetSource, samples: int, draw: Draw, tokenizer: Any, generated: Generated | None, model: Any
+) -> Tensor:
     if source.generate is not None:
         if generated is None:
             raise ValueError("no model to generate text with")
         sequences = generated(source.generate, draw.sequence_length)
         return sequences[_order(len(sequences), draw.seed)[:samples]]
-    return windows_of(documents(source, "calibration"), samples, draw, tokenizer)
+    return windows_of(documents(source, "calibration"), samples, draw, tokenizer, model)
 
 
-def windows_of(documents: Sequence[Document], samples: int, draw: Draw, tokenizer: Any) -> Tensor:
+def windows_of(documents: Sequence[Document], samples: int, draw: Draw, tokenizer: Any, model: Any = None) -> Tensor:
     """Draw windows of documents as `draw` says, int64 [samples, sequence_length]; its own sources are not read.
 
     Raises:
         CalibrationError: too little text, or a tokenizer without the required BOS token.
     """
-    length, seed, bos = draw.sequence_length, draw.seed, beginning(tokenizer, draw.bos)
+    length, seed, bos = draw.sequence_length, draw.seed, beginning(tokenizer, draw.bos, model)
     return calibration_windows(token_ids(documents, tokenizer), samples, length, seed, bos=bos)
 
 

@@ -146,7 +146,7 @@ class PerplexityEvaluator:
             CalibrationError: text that cannot be read, is too short, or has tokens that the model lacks.
         """
         windows, wanted = {}, self.options
-        bos = beginning(tokenizer, wanted.bos)
+        bos = beginning(tokenizer, wanted.bos, model)
         positions = getattr(text_config(model), "max_position_embeddings", None)
         for name, source in wanted.texts.items():
             ids = token_ids(documents(source, "evaluation"), tokenizer)

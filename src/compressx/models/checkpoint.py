@@ -46,6 +46,11 @@ _PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt")
 _SETTINGS = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.vocab", "*.bpe", "*.spm", "*.py", "*.md",
              "LICENSE", "NOTICE", "COPYING")  # fmt: skip
 """Files that transformers and vLLM read beside weights, and notices; never a pickle."""
+_REPLACED = frozenset((
+    "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "chat_template.jinja",
+))  # fmt: skip
+"""What is copied over what transformers has saved."""
 _NOT_KEPT = re.compile(r"\..*|README\.md|params\.json|.*\.index\.json|model(-\d+-of-\d+)?\.safetensors")
 """Hidden files, the card and weights, which are written anew, and what describes weights in other formats."""
 
@@ -135,8 +140,9 @@ def local_folder(checkpoint: Checkpoint, wanted: tuple[str, ...] = ("*.safetenso
 def keep_settings(checkpoint: Checkpoint, folder: Path) -> tuple[list[str], list[str]]:
     """Copy what else stands in a checkpoint's folder beside its saved weights: settings, code, notices.
 
-    Copied byte for byte are the regular files of `_SETTINGS` that saving has not written, and generation settings. A
-    link may lead to the hub's blobs, but not out of the folder otherwise. Of a GGUF file's folder nothing is copied.
+    Copied byte for byte are the regular files of `_SETTINGS` that saving has not written, generation settings and the
+    tokenizer's files, since transformers may save another tokenizer. A link may lead to the hub's blobs, but not out of
+    the folder otherwise. Of a GGUF file's folder nothing is copied.
 
     Returns:
         The names of what was copied, and of what was left out.
@@ -153,13 +159,16 @@ def keep_settings(checkpoint: Checkpoint, folder: Path) -> tuple[list[str], list
     with os_errors_named(f"copy the settings of {source} to", folder):
         for path in sorted(source.iterdir()):
             target = folder / path.name
-            if _NOT_KEPT.fullmatch(path.name) or (target.exists() and path.name != "generation_config.json"):
+            if _NOT_KEPT.fullmatch(path.name) or (target.exists() and path.name not in _REPLACED):
                 continue
             regular = path.is_file() and any(path.resolve().is_relative_to(parent) for parent in inside)
             kept = regular and path.stat().st_size < 2**27 and any(fnmatch(path.name, x) for x in _SETTINGS)
             (copied if kept else left).append(path.name)
             if kept:
                 shutil.copyfile(path, target)
+        if "tokenizer.json" in copied and not (folder / "additional_chat_templates").exists():
+            for name in _REPLACED - {*copied, "generation_config.json"}:  # not of this folder
+                (folder / name).unlink(missing_ok=True)
     return copied, left
 
 

@@ -27,7 +27,7 @@ print(model.config.compressx)  # sparsity, patterns and pruners
 """
 
 
-def card(loaded: LoadedRecipe, plan: Plan, report: RunReport, checkpoint: Checkpoint) -> str:
+def card(loaded: LoadedRecipe, plan: Plan, report: RunReport, checkpoint: Checkpoint, tokenizer: Any = None) -> str:
     """Return the content of the model card.
 
     Args:
@@ -35,6 +35,7 @@ def card(loaded: LoadedRecipe, plan: Plan, report: RunReport, checkpoint: Checkp
         plan: the executed plan.
         report: what the run did.
         checkpoint: of the dense model, whose license is carried over if it is known.
+        tokenizer: as `load_tokenizer` returns it.
     """
     from huggingface_hub import ModelCardData
 
@@ -43,10 +44,10 @@ def card(loaded: LoadedRecipe, plan: Plan, report: RunReport, checkpoint: Checkp
         pipeline_tag="text-generation",
         tags=["compressx", *(["pruned", _left(report).replace(" ", "-")] if report.layers else [])],
     )  # fmt: skip
-    return f"---\n{data.to_yaml()}\n---\n\n{markdown.page([*_sections(loaded, plan, report)])}"
+    return f"---\n{data.to_yaml()}\n---\n\n{markdown.page([*_sections(loaded, plan, report, tokenizer)])}"
 
 
-def _sections(loaded: LoadedRecipe, plan: Plan, report: RunReport) -> Iterator[Section]:
+def _sections(loaded: LoadedRecipe, plan: Plan, report: RunReport, tokenizer: Any) -> Iterator[Section]:
     base = loaded.recipe.model.id
     name = base or Path(model_name(report.model)).name
     linked = f"[{base}](https://huggingface.co/{base})" if base else name
@@ -72,7 +73,11 @@ def _sections(loaded: LoadedRecipe, plan: Plan, report: RunReport) -> Iterator[S
         sources = text.model_dump(mode="json", by_alias=True, exclude_none=True, include={"dataset", "datasets"})
         told_of = f"{text.samples} windows of {text.sequence_length} tokens, drawn with seed {text.seed} from"
         yield Section("Calibration", f"{told_of} `{flow(*sources.values())}`.")
-    yield Section("Use", text=_USE, language="py")
+    told, use = getattr(tokenizer, "differs", None), _USE
+    if told is not None:
+        told = f"`AutoTokenizer` and tokenizer.json make different tokens: {told}. Those of the file are right."
+        use = _USE.replace("AutoTokenizer", "PreTrainedTokenizerFast")
+    yield Section("Use", told or "", text=use, language="py")
     if report.layers and not report.shrink and not report.base:
         yield Section(
             "Train it further",

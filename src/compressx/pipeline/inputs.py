@@ -108,7 +108,7 @@ def read_all(state: RunState, generated: Generated, *, evaluated: bool = True) -
         read_calibration_text(state, generated)
     if not mistakes or (recipe.finetune is not None and recipe.finetune.draw is not None):
         with mistakes.collected(UnreachableError), loaded.at("finetune"):
-            state.training = training_windows(recipe, tokenizer, state.calibration, generated)
+            state.training = training_windows(recipe, tokenizer, state.calibration, generated, model)
             if state.training is not None:
                 check_ids(model, state.training, tokenizer, "the text")
     mistakes.raise_all()
@@ -124,7 +124,7 @@ def read_calibration_text(state: RunState, generated: Generated | None = None) -
     with state.loaded.at("calibration"):
         if state.calibration is None and settings is not None and state.plan.needs_calibration:
             own = generated or partial(_generated, state)
-            state.calibration = read_calibration(settings.draw, state.tokenizer, own)
+            state.calibration = read_calibration(settings.draw, state.tokenizer, own, state.skeleton)
         if state.calibration is not None:
             check_ids(state.skeleton, state.calibration, state.tokenizer, "the text")
 

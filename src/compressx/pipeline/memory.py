@@ -184,7 +184,7 @@ def _take_text(state: RunState, calibration: Tensor | Sequence[Document] | None)
         state.calibration = windows
     elif calibration is not None and settings is not None:
         documents = checked_documents(calibration, "calibration")
-        state.calibration = windows_of(documents, settings.samples, settings.draw, state.tokenizer)
+        state.calibration = windows_of(documents, settings.samples, settings.draw, state.tokenizer, state.skeleton)
 
 
 def _check_model(model: Any) -> None:

@@ -199,7 +199,8 @@ def _write_reports(state: RunState, folder: Path) -> RunReport:
     report = report_of(state)
     report = dataclasses.replace(report, figures=figures.draw(report, state.matrices, folder / "plots"))
     assert state.checkpoint is not None  # noqa: S101 - found by the checks
-    atomic_write(folder / "model/README.md", card(state.loaded, state.plan, report, state.checkpoint).encode())
+    written_card = card(state.loaded, state.plan, report, state.checkpoint, state.tokenizer)
+    atomic_write(folder / "model/README.md", written_card.encode())
     report = dataclasses.replace(report, exports=tuple(written(state, folder)))
     recipe = state.loaded.to_yaml()
     shown = [*sections(report, recipe)]

@@ -69,7 +69,7 @@ _LOGITS_AT_ONCE_ON_ACCELERATOR = 2**26
 
 
 def training_windows(
-    recipe: Recipe, tokenizer: Any, calibration: Tensor | None, generated: Generated | None = None
+    recipe: Recipe, tokenizer: Any, calibration: Tensor | None, generated: Generated | None = None, model: Any = None
 ) -> Tensor | None:
     """Read the text that a recipe fine-tunes on.
 
@@ -84,7 +84,7 @@ def training_windows(
     draws = recipe.draws()
     if "finetune" not in draws and calibration is not None:
         return calibration
-    return read_calibration(draws.get("finetune") or draws["calibration"], tokenizer, generated)
+    return read_calibration(draws.get("finetune") or draws["calibration"], tokenizer, generated, model)
 
 
 def finetune(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -13,10 +14,16 @@ import torch
 from safetensors import safe_open
 from tests.compressx.foreign import save_foreign
 from tests.compressx.pipeline.runs import MAGNITUDE
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import Metaspace
+from tokenizers.trainers import BpeTrainer
 
 from compressx.evaluation.saved import apply_masks, source_of
-from compressx.models.checkpoint import Checkpoint, keep_settings
+from compressx.models.checkpoint import Checkpoint, find_checkpoint, keep_settings
+from compressx.models.loading import load_tokenizer
 from compressx.pipeline.run import plan, run
+from compressx.recipe.sources import ModelSource
 from compressx.runtime.errors import ArtifactError
 from compressx.testing import TINY_CONFIGS, save_tiny_model
 
@@ -129,7 +136,8 @@ def test_a_model_with_python_code_of_its_own_keeps_it_in_memory_streamed_and_shr
 def test_where_nothing_is_left_out_the_log_does_not_speak_of_it(models: Any) -> None:
     both(models("llama"))
     (said,) = [x for x in Path("out-False/run.log").read_text().splitlines() if "INFO model:" in x]
-    assert f"copied 'generation_config.json' of {models('llama')}" in said
+    copied = "'generation_config.json', 'tokenizer.json', 'tokenizer_config.json'"
+    assert f"copied {copied} of {models('llama')}" in said
 
 
 def test_links_lead_to_the_blobs_of_the_hub_and_nowhere_else_out_of_the_folder(project: Path) -> None:
@@ -209,3 +217,33 @@ def test_planning_leaves_no_file_and_the_config_as_it_was(project: Path) -> None
     check_saving(found, checkpoint)
     assert found.skeleton.config.to_json_string() == before
     assert [p.name for p in project.iterdir()] == ["model"]
+
+
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "llama"])
+def test_the_tokenizer_of_a_folder_is_written_byte_for_byte(kind: str, models: Any) -> None:
+    """The one that was calibrated with; transformers makes another of a Qwen2 with it, which the card says."""
+    folder = Path(shutil.copytree(models(kind), "mine/model"))
+    text = Path(shutil.copy(models(kind).with_name("text.txt"), "mine")).read_text()
+    made = Tokenizer(BPE(unk_token="<unk>"))  # noqa: S106 - a token of text
+    made.pre_tokenizer = Metaspace()
+    made.train_from_iterator([text], BpeTrainer(vocab_size=60, special_tokens=["<unk>", "<s>", "</s>"]))
+    made.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>",
+              "unk_token": "<unk>", "chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}"}  # fmt: skip
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))  # as transformers 4 writes it
+    (folder / "special_tokens_map.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
+    both(folder)
+    for streamed in (False, True):
+        output = Path(f"out-{streamed}/model")
+        for name in TOKENIZER:
+            assert (output / name).exists() == (folder / name).exists(), name
+            assert not (folder / name).exists() or (output / name).read_bytes() == (folder / name).read_bytes()
+        read = load_tokenizer(find_checkpoint(ModelSource(path=output)))
+        assert read("w1 w2 w17")["input_ids"] == made.encode("w1 w2 w17").ids
+        assert read.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False) == "x"
+        card, log = (output / "README.md").read_text(), (output.parent / "run.log").read_text()
+        assert ("PreTrainedTokenizerFast.from_pretrained" in card) == (kind == "qwen2")
+        assert ("AutoTokenizer and tokenizer.json make different tokens" in log) == (kind == "qwen2")
