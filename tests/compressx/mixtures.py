@@ -1,4 +1,4 @@
-"""Tiny mixtures of every kind of router, with their shared and correction parts."""
+"""Tiny mixtures of every kind of router, with their shared and correction parts, and of every layout of experts."""
 
 from __future__ import annotations
 
@@ -23,12 +23,23 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
         "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}),
 }  # fmt: skip
 
+LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama4": ("llama4_text", {**_COMMON, "intermediate_size_mlp": 96, "num_local_experts": 4, "head_dim": 16,
+        "attention_chunk_size": 16, "moe_layers": [0, 2]}),
+    "jetmoe": ("jetmoe", {**_COMMON, "num_local_experts": 4, "kv_channels": 16}),
+    "dbrx": ("dbrx", {"d_model": 64, "n_heads": 4, "n_layers": 3, "max_seq_len": 128, "vocab_size": 128,
+        "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False,
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
+        "ffn_config": {"ffn_hidden_size": 48, "hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2}}),
+}  # fmt: skip
+"""Whose experts are laid out, or multiplied, in a way of their own."""
+
 
 def mixture(name: str, **changed: Any) -> Any:
     """Make a tiny random mixture, in evaluation mode, whose router prefers some experts."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    kind, values = MIXTURES[name]
+    kind, values = {**MIXTURES, **LAYOUTS}[name]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**values, **changed}))

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 
 
 def kind_of(name: str) -> str:
-    """Return the last part of a linear's name; a fused expert's ends in its number, which is no kind."""
-    return re.sub(r"(\.\d+)+$", "", name).rsplit(".", 1)[-1]
+    """Return the last part of a linear's name; a fused expert's ends in its number, JetMoE's in `weight` before it."""
+    return re.sub(r"(\.weight)?(\.\d+)+$", "", name).rsplit(".", 1)[-1]
 
 
 def in_short(names: Sequence[str]) -> str:

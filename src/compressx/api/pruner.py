@@ -81,9 +81,10 @@ class Linear:
         module: the module that owns the weight.
         parameter: name of the weight in the module.
         transposed: the module stores [in_features, out_features] (GPT-2's Conv1D, GPT-OSS's experts).
-        expert: which slice of a fused parameter, [experts, ...], this is; None for a whole one.
+        expert: which part of a fused parameter, [experts, ...] or [experts * rows, ...], this is; None for a whole one.
         base: the same linear's weight in the base model [out_features, in_features], where the difference from it is
             pruned; else None.
+        experts: how many a fused parameter holds; 0 for a whole one.
     """
 
     name: str
@@ -92,6 +93,7 @@ class Linear:
     transposed: bool = False
     expert: int | None = None
     base: Tensor | None = None
+    experts: int = 0
 
     @property
     def weight(self) -> Tensor:
@@ -107,9 +109,13 @@ class Linear:
     @property
     def held(self) -> Tensor:
         """The module's weight as a view [out_features, in_features], without autograd history."""
-        stored: Tensor = getattr(self.module, self.parameter).detach()  # also while masks are held on it
-        own = stored if self.expert is None else stored[self.expert]
-        return own.T if self.transposed else own
+        return self.part(getattr(self.module, self.parameter).detach())  # also while masks are held on it
+
+    def part(self, stored: Tensor) -> Tensor:
+        """Return this weight's part of a tensor in the layout of its parameter: a view [out_features, in_features]."""
+        if self.expert is not None:
+            stored = (stored if stored.dim() == 3 else stored.view(self.experts, -1, stored.shape[1]))[self.expert]
+        return stored.T if self.transposed else stored
 
     @property
     def bias(self) -> Tensor | None:

@@ -227,6 +227,7 @@ class RunReport:
         base: the model whose difference from `model` was pruned, so that `sparsity`, everywhere, is the fraction of
             weights that are the base's; empty where weights were pruned to zero.
         unread: tensors of the checkpoint, and keys of a GGUF file, that nothing reads: they are not in the result.
+        targeted: fraction of the weights in the blocks' matrices that rules took; the others stay dense.
     """
 
     compressx: str
@@ -252,6 +253,7 @@ class RunReport:
     unread: tuple[str, ...] = ()
     exports: tuple[Mapping[str, Any], ...] = ()
     base: str = ""
+    targeted: float = 1.0
 
     @property
     def layers(self) -> tuple[LayerReport, ...]:
@@ -261,9 +263,13 @@ class RunReport:
     def __repr__(self) -> str:
         """Return one line, for notebooks; `to_json` has everything."""
         measured = "".join(f"; {name} {of} {value:.4g}" for (name, of), value in self.measures().items())
-        return (
-            f"RunReport({self.sparsity:.1%} of the weights in {len(self.layers)} linears are {self.became}{measured})"
-        )
+        return f"RunReport({self.sparsity:.1%} of the weights in {self.linears} are {self.became}{measured})"
+
+    @property
+    def linears(self) -> str:
+        """Say how many linears were pruned and, if others stay dense, how much of the blocks' matrices they are."""
+        part = "" if self.targeted >= 0.995 else f" ({self.targeted:.0%} of the blocks' matrices)"
+        return f"{len(self.layers)} linears{part}"
 
     @property
     def became(self) -> str:

@@ -20,7 +20,7 @@ from compressx.runtime.finite import first_damaged
 Take: TypeAlias = Callable[[str, Tensor], None]
 """Called with a linear's name and [batch, tokens, features], or [tokens, features] behind a router."""
 
-_PRODUCTS = (nn.functional.linear, Tensor.__matmul__, Tensor.matmul, torch.matmul)
+_PRODUCTS = (nn.functional.linear, Tensor.__matmul__, Tensor.matmul, torch.matmul, torch.bmm, Tensor.bmm)
 """By which experts multiply."""
 
 
@@ -271,34 +271,61 @@ def _modules(linears: Mapping[str, Linear]) -> Iterator[tuple[str, nn.Module]]:
 def _experts_watched(
     linears: Mapping[str, Linear], before: Take = lambda _name, _input: None, after: Take = lambda _name, _output: None
 ) -> Iterator[None]:
-    """Watch the products with slices of fused expert parameters, if there are any.
-
-    Fused experts are not modules, so they have no hooks. The eager implementation of transformers multiplies by one
-    slice at a time, with `torch.nn.functional.linear` or `@`, where the slice's address identifies the expert.
-    """
+    """Watch the products with fused expert parameters, if there are any, by transformers' eager implementation."""
     experts = [linear for linear in linears.values() if linear.expert is not None]
     if not experts:
         yield
         return
-    name_at = {linear.held.data_ptr(): linear.name for linear in experts}
-
-    class Watch(TorchFunctionMode):
-        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            name = name_at.get(original(args[1]).data_ptr()) if function in _PRODUCTS else None
-            if name is None:
-                return function(*args, **(kwargs or {}))
-            before(name, args[0])
-            output = function(*args, **(kwargs or {}))
-            after(name, output)
-            return output
-
     configs = {id(c): c for linear in experts if (c := getattr(linear.module, "config", None)) is not None}
     implementations = {key: config._experts_implementation for key, config in configs.items()}
     try:
         for config in configs.values():
             config._experts_implementation = "eager"
-        with Watch():
+        with _Products(experts, before, after):
             yield
     finally:
         for key, config in configs.items():
             config._experts_implementation = implementations[key]
+
+
+class _Products(TorchFunctionMode):
+    """Hands on what experts multiply and what comes out: they are not modules, so they have no hooks.
+
+    Nearly all multiply by one slice of a parameter at a time, whose address identifies the expert. Llama 4 multiplies
+    all tokens by all experts at once, after it multiplied them by the router's score: 0 of those that are not sent.
+    """
+
+    def __init__(self, experts: Collection[Linear], before: Take, after: Take) -> None:
+        super().__init__()
+        self.before, self.after = before, after
+        self.name_at = {linear.held.data_ptr(): linear.name for linear in experts}
+        self.names = {(x.module, x.parameter, x.expert): x.name for x in experts}
+        modules = {linear.module for linear in experts}
+        self.whole_at = {x.data_ptr(): (m, n) for m in modules for n, x in m.named_parameters(recurse=False)}
+        self.sent: dict[nn.Module, Tensor] = {}  # bool [experts, tokens]
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        address = original(args[1]).data_ptr() if function in _PRODUCTS and len(args) > 1 else -1
+        name, whole = self.name_at.get(address), self.whole_at.get(address)
+        if whole is not None and args[0].dim() == 3 and len(args[0]) == len(args[1]):
+            return self._each(*whole, args[0], function(*args, **(kwargs or {})))
+        if name is None or not len(args[0]):  # JetMoE multiplies no tokens, too
+            return function(*args, **(kwargs or {}))
+        self.before(name, args[0])
+        output = function(*args, **(kwargs or {}))
+        self.after(name, output)
+        return output
+
+    def _each(self, module: nn.Module, parameter: str, x: Tensor, output: Tensor) -> Tensor:
+        """Hand on the tokens of each expert, of [experts, tokens, features]; returns the output."""
+        if parameter != "down_proj":  # whose input may be zeros for other reasons
+            self.sent[module] = x.ne(0).any(dim=-1)
+        sent = self.sent[module]
+        counts = sent.sum(dim=1).tolist()
+        given, gave = (torch.split(part[sent], counts) for part in (x, output))
+        for take, parts in ((self.before, given), (self.after, gave)):
+            for expert, tokens in enumerate(parts):
+                if (name := self.names.get((module, parameter, expert))) and len(tokens):
+                    take(name, tokens)
+        # So that gradients with respect to the parts, which `after` may ask for, are those of the output.
+        return output.masked_scatter(sent[..., None], torch.cat(gave)) if output.requires_grad else output

@@ -25,7 +25,7 @@ from torch.sparse import SparseSemiStructuredTensor
 from compressx.masks.tensor_cores import is_two_four, semi_structured
 from compressx.models import gguf_header
 from compressx.models.access import device_for
-from compressx.models.architecture import text_config
+from compressx.models.architecture import linears_of, text_config
 from compressx.models.checkpoint import Checkpoint
 from compressx.models.loading import load_model, load_skeleton
 from compressx.report.speeds import Length, Stage
@@ -205,7 +205,8 @@ def sizes(model: nn.Module) -> dict[str, Any]:
         for name, m in model.named_modules()
         if isinstance(m, nn.Embedding) and not any(m.weight is head for head in heads)
     ]
-    chosen = any(parameter.dim() > 2 for parameter in model.parameters())  # experts: which are read, the router says
+    linears = (x for name, m in model.named_modules() for x in linears_of(name, m))
+    chosen = any(x.expert is not None for x in linears)  # which experts are read, the router says
     return {
         "dtype": ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()})),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),

@@ -206,15 +206,10 @@ class MaskSet(Mapping[str, MaskEntry]):
         masks: dict[str, Tensor] = {}
         for name, linear in self._writable(model).items():
             stored = linear.module.get_parameter(linear.parameter)
-            keep = self[name].keep.to(stored.device)
-            keep = keep.T if linear.transposed else keep
-            if linear.expert is None:
-                masks[f"{name}.weight"] = keep.clone(memory_format=torch.contiguous_format)
-            else:
-                fused = name.rpartition(".")[0]
-                if fused not in masks:
-                    masks[fused] = torch.ones(stored.shape, dtype=torch.bool, device=stored.device)
-                masks[fused][linear.expert] = keep
+            fqn = f"{name}.weight" if linear.expert is None else name.rpartition(".")[0]
+            if fqn not in masks:
+                masks[fqn] = torch.ones(stored.shape, dtype=torch.bool, device=stored.device)
+            linear.part(masks[fqn]).copy_(self[name].keep)
         return masks
 
     def _linears(self, model: nn.Module) -> dict[str, Linear]:
@@ -224,7 +219,7 @@ class MaskSet(Mapping[str, MaskEntry]):
         weights = {x.name: x for n, m in model.named_modules(remove_duplicate=False) for x in _weights_of(n, m)}
         for name, entry in self.items():
             if name not in weights:
-                hint = did_you_mean(name, weights) + shrunk_note(model)
+                hint = (did_you_mean(name, weights) or "it has no linears") + shrunk_note(model)
                 raise ArtifactError(f"there is a mask for {name!r}, which {type(model).__name__} does not have; {hint}")
             weight = weights[name].weight
             if weight.shape != entry.keep.shape:
@@ -335,14 +330,14 @@ def squash(prepared: BaseSparsifier | nn.Module) -> None:
 
 def _weights_of(name: str, module: nn.Module) -> list[Linear]:
     """Return the linears of a module, or its weight matrix: an embedding may be tied to a linear."""
-    weight = getattr(module, "weight", None)
-    matrix = isinstance(weight, Tensor) and weight.dim() == 2
-    return linears_of(name, module) or ([Linear(name, module)] if matrix else [])
+    own = "weight" in module._parameters or parametrize.is_parametrized(module, "weight")
+    weight: Any = getattr(module, "weight", None) if own else None  # else a property, or a method, which may fail
+    return linears_of(name, module) or ([Linear(name, module)] if weight is not None and weight.dim() == 2 else [])
 
 
 def shrunk_note(model: Any) -> str:
     """Return that a model is the smaller one of a run, to be added to a message; empty if it is not."""
-    numbers = (getattr(model.config, "compressx", None) or {}).get("shrunk")
+    numbers = (getattr(getattr(model, "config", None), "compressx", None) or {}).get("shrunk")
     if not numbers:
         return ""
     told = ", ".join(f"{name} {now} of {was}" for name, (was, now) in numbers.items())

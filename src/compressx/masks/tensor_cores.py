@@ -69,8 +69,8 @@ def semi_structured(model: nn.Module, linears: Iterable[str] | None = None) -> C
     """
     refuse_prepared(model, "converted to 2:4", allowed="SparseSemiStructuredTensor")
     refuse_adapted(model)
-    check_device(next(model.parameters()).device)
     surveyed = survey(model)
+    check_device(next(model.parameters()).device)
     known = {**surveyed.linears, **surveyed.outside}
     chosen = [*known] if linears is None else list(dict.fromkeys(linears))
     layout_of = cache(_first_that_works)  # each dtype is tried once

@@ -87,13 +87,11 @@ def linears_of(name: str, module: nn.Module) -> list[Linear]:
     """Return the linears of one module: itself, or one per fused expert; none for other modules."""
     if isinstance(module, nn.Linear) or _is_conv1d(module):
         return [Linear(name, module, transposed=_is_conv1d(module))]
-    if not _is_fused_experts(module):
-        return []
+    experts, turned = _fused_experts(module) or (0, {})
     return [
-        Linear(f"{name}.{parameter}.{expert}", module, parameter, transposed=bool(module.is_transposed), expert=expert)
-        for parameter, stored in _matrices(module)
-        if stored.dim() == 3  # not their biases
-        for expert in range(len(stored))
+        Linear(f"{name}.{parameter}.{expert}", module, parameter, transposed, expert, experts=experts)
+        for parameter, transposed in turned.items()
+        for expert in range(experts)
     ]
 
 
@@ -145,6 +143,8 @@ def _not_plain(module: nn.Module, allowed: str) -> tuple[str, str] | None:
     for name in _classes(module) & _WRAPPERS:
         inner = "_orig_mod" if name == "OptimizedModule" else "module"
         return f"wrapped in {name}", f"pass its `{inner}`, or load the model without the wrapper,"
+    if "ScriptModule" in _classes(module):
+        return "compiled by torch.jit", "pass the module that was compiled,"
     chains: Any = module.get_submodule("parametrizations").children() if parametrize.is_parametrized(module) else ()
     for made in (*chain.from_iterable(chains), *module._forward_pre_hooks.values()):
         names = _classes(made)
@@ -177,8 +177,12 @@ def _depth_hint(config: Any, lists: Mapping[str, nn.ModuleList]) -> str:
 
 
 def text_config(model: nn.Module) -> Any:
-    """Return the config of the model's language part."""
-    config: Any = model.config
+    """Return the config of the model's language part; UnsupportedModelError for modules that have none."""
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "get_text_config"):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has no config of transformers; expected a causal language model of transformers"
+        )
     return config.get_text_config(decoder=True)
 
 
@@ -200,17 +204,37 @@ def _matrices(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     return ((n, p) for n, p in module.named_parameters(recurse=False) if p.dim() >= 2)
 
 
-def _is_fused_experts(module: nn.Module) -> bool:
-    """Return whether the module holds one parameter per linear of its experts, [experts, out_features, in_features].
+def _fused_experts(module: Any) -> tuple[int, dict[str, bool]] | None:
+    """Return how many experts a module's parameters hold, and of each parameter whether it is stored turned.
 
-    It may store [experts, in_features, out_features], and biases [experts, out_features] beside them. transformers' own
-    expert kernels recognize the layout by the same attributes.
+    Known are `down_proj` beside `gate_up_proj` or `up_proj`, [experts, out_features, in_features] or, turned, [experts,
+    in_features, out_features], as an attribute of transformers' kernels says, or else the shapes; JetMoE's `weight`,
+    [num_experts, output_size, input_size]; DBRX's `w1`, `v1` and, turned, `w2`, [experts * ffn_hidden_size, width].
     """
-    if not {"is_transposed", "has_bias"} <= vars(module).keys():
-        return False
-    linears = {"gate_up_proj", "up_proj", "down_proj"}
-    biases = {f"{name}_bias" for name in linears} if module.has_bias else set()
-    return all((p.dim() == 3 and n in linears) or (p.dim() == 2 and n in biases) for n, p in _matrices(module))
+    masked: Any = module.parametrizations if parametrize.is_parametrized(module) else {}
+    held = dict(_matrices(module)) | {n: chain.original for n, chain in masked.items() if hasattr(chain, "original")}
+    shapes = {name: tuple(x.shape) for name, x in held.items()}
+    sizes = tuple(getattr(module, size, None) for size in ("num_experts", "output_size", "input_size"))
+    if held and shapes == {"weight": sizes}:
+        return len(held["weight"]), {"weight": False}
+    if held.keys() == {"w1", "v1", "w2"} and len({*shapes.values()}) == 1:
+        experts, rest = divmod(len(held["w1"]), getattr(module, "ffn_hidden_size", len(held["w1"]) + 1))
+        return (experts, {"w1": False, "v1": False, "w2": True}) if experts and not rest else None
+    names = {"gate_up_proj", "up_proj", "down_proj"} & held.keys()
+    biases = {f"{name}_bias" for name in names} if getattr(module, "has_bias", False) else set()
+    if not names or any(x.dim() != 3 if n in names else n not in biases or x.dim() != 2 for n, x in held.items()):
+        return None
+    if {"is_transposed", "has_bias"} <= vars(module).keys():
+        turned = bool(module.is_transposed)
+    elif names == {"gate_up_proj", "down_proj"}:
+        (_, *up), (_, *down) = shapes["gate_up_proj"], shapes["down_proj"]
+        turned = up == [down[1], 2 * down[0]]
+        if turned == (up == [2 * down[1], down[0]]):
+            return None
+    else:
+        return None
+    count = min(len(held[name]) for name in names)  # LongCat's gate_up_proj has more, which are not used
+    return count, {name: turned for name in held if name in names}
 
 
 def _refuse_without_linears(blocks: Mapping[str, nn.Module], unprunable: Mapping[str, str]) -> NoReturn:
@@ -230,7 +254,7 @@ def _refuse_without_linears(blocks: Mapping[str, nn.Module], unprunable: Mapping
 def _why_not_prunable(module: nn.Module) -> str | None:
     if isinstance(module, nn.Embedding):
         return "an embedding, not a linear"
-    if not isinstance(module, nn.Linear) and not _is_conv1d(module) and not _is_fused_experts(module):
+    if not isinstance(module, nn.Linear) and not _is_conv1d(module) and not _fused_experts(module):
         held = ", ".join(f"{n} {list(p.shape)}" for n, p in _matrices(module))
         return f"not a linear: {type(module).__name__} holds {held}"
     for _, weight in _matrices(module):

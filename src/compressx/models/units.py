@@ -23,7 +23,7 @@ from compressx.runtime.errors import UnsupportedModelError
 
 _DOWN = ("down_proj", "fc2", "fc_out", "c_proj", "dense_4h_to_h", "w2")
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)")
-_UP = ("gate_proj", "up_proj", "gate_up_proj", "fc1", "fc_in", "c_fc", "dense_h_to_4h", "w1", "w3")
+_UP = ("gate_proj", "up_proj", "gate_up_proj", "fc1", "fc_in", "c_fc", "dense_h_to_4h", "w1", "v1", "w3")
 
 
 def find_units(kind: UnitKind, block: Block) -> list[Units]:

@@ -52,7 +52,7 @@ def _sections(loaded: LoadedRecipe, plan: Plan, report: RunReport, tokenizer: An
     name = base or Path(model_name(report.model)).name
     linked = f"[{base}](https://huggingface.co/{base})" if base else name
     if report.layers:
-        before, after = report.shrink.get("parameters", (1, 1 - report.sparsity))
+        before, after = report.shrink.get("parameters", (1, 1 - report.sparsity * report.targeted))
         yield Section(
             f"{name}, {1 - after / before:.0%} {_left(report)}",
             f"{linked}, pruned by compressx {report.compressx}: {_became(report)}",
@@ -97,7 +97,7 @@ def _left(report: RunReport) -> str:
 
 def _became(report: RunReport) -> str:
     """Return what became of the weights that were pruned."""
-    pruned = f"{report.sparsity:.2%} of the weights of {len(report.layers)} linears"
+    pruned = f"{report.sparsity:.2%} of the weights of {report.linears}"
     if not report.shrink:
         dense = "The weights are stored dense: files are as large as those of the base model."
         return f"{pruned} are {report.became}. {dense}"

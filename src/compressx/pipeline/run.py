@@ -241,5 +241,6 @@ def report_of(state: RunState) -> RunReport:
         else calibration.model_dump(include={"samples", "sequence_length", "seed"}),
         arithmetic=state.arithmetic,
         unread=getattr(state.access.model, "unread", ()),
+        targeted=state.plan.targeted,
         **state.results,
     )

@@ -81,10 +81,11 @@ def make_plan(loaded: LoadedRecipe, plugins: Plugins, skeleton: torch.nn.Module)
             for linear in linears:
                 if linear.rule is rule:
                     _check_fits(loaded, linear, linears)
+    matrices, unprunable = _matrices(architecture, skeleton)
     plan = Plan(
         linears, _skipped(architecture, assigned), rules, needs_calibration=False,
         allocation=loaded.recipe.allocation, reconstruct_block=loaded.recipe.reconstruct_block, depth=depth,
-        unprunable=_unprunable(architecture, skeleton),
+        unprunable=unprunable / max(1, matrices), matrices=matrices,
     )  # fmt: skip
     if plan.depth is not None:
         with mistakes.collected(), loaded.at("prune", plan.depth.rule.index):
@@ -97,13 +98,13 @@ def make_plan(loaded: LoadedRecipe, plugins: Plugins, skeleton: torch.nn.Module)
     return replace(plan, needs_calibration=needed or measures or plan.reconstruct_block is not None)
 
 
-def _unprunable(architecture: Architecture, skeleton: torch.nn.Module) -> float:
-    """Return the fraction of the blocks' weights in matrices that are no linears, so that a `*` leaves them dense."""
+def _matrices(architecture: Architecture, skeleton: torch.nn.Module) -> tuple[int, int]:
+    """Count the weights in the blocks' matrices: all, and those that are in no linears, so that a `*` leaves them."""
     left = 0
     for name, module in skeleton.named_modules():
         if name in architecture.unprunable and any(name.startswith(f"{fqn}.") for fqn in architecture.blocks):
             left += sum(p.numel() for p in module.parameters(recurse=False))
-    return left / max(1, left + sum(x.out_features * x.in_features for x in architecture.linears.values()))
+    return left + sum(x.out_features * x.in_features for x in architecture.linears.values()), left
 
 
 def _skipped(architecture: Architecture, assigned: Assigned) -> dict[str, str]:

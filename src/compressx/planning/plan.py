@@ -190,6 +190,7 @@ class Plan:
         reconstruct_block: how the survivors of each block are trained; None when they are not.
         depth: which blocks may go; None when no rule drops blocks.
         unprunable: fraction of the blocks' weights that are in no linear, such as experts in an unknown layout.
+        matrices: number of weights in the blocks' matrices, linears or not.
     """
 
     linears: tuple[PlannedLinear, ...]
@@ -200,6 +201,7 @@ class Plan:
     reconstruct_block: ReconstructBlock | None = None
     depth: PlannedDepth | None = None
     unprunable: float = 0.0
+    matrices: int = 0
 
     def in_block(self, fqn: str) -> dict[PlannedRule, dict[str, Asked]]:
         """Return the linears of one block by the rule that took them, each name with its pattern."""
@@ -264,6 +266,11 @@ class Plan:
         # Where nothing else is decided, no hidden states are needed any more.
         asked = self.reconstruct_block is not None or any(x.rule != depth.rule for x in linears)
         return replace(self, linears=linears, depth=depth, needs_calibration=self.needs_calibration and asked)
+
+    @property
+    def targeted(self) -> float:
+        """The fraction of the weights in the blocks' matrices that rules took."""
+        return sum(x.weights for x in self.linears if x.block) / self.matrices if self.matrices else 1.0
 
     def shown_pattern(self, linear: PlannedLinear) -> str:
         """Write a linear's pattern, such as `2:4` or `50% row`; `allocated row` or `allocated N:4` while it is open."""

@@ -138,7 +138,8 @@ class RunLog:
     def finished(self, report: RunReport) -> None:
         """Write the sparsity, and how long each stage took."""
         spent = ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in report.seconds.items())
-        self._line("finished", f"{report.share} {report.sparsity:.2%}", f"seconds: {spent}", _peak())
+        part = f" of {report.linears}" if report.linears.endswith(")") else ""
+        self._line("finished", f"{report.share} {report.sparsity:.2%}{part}", f"seconds: {spent}", _peak())
 
     def rules(self, loaded: LoadedRecipe, plan: Plan) -> None:
         """Write which rule takes which linears, and why others are left alone."""

@@ -34,7 +34,7 @@ def test_json_holds_every_field_of_the_schema() -> None:
     assert set(read) == {"compressx", "model", "sparsity", "blocks", "skipped", "evaluation", "seconds",
                          "peak_memory_bytes", "plugins", "versions", "figures", "allocation",
                          "finetune", "date", "command", "hardware", "calibration", "arithmetic", "shrink",
-                         "peak_gpu_memory_bytes", "unread", "exports", "base"}  # fmt: skip
+                         "peak_gpu_memory_bytes", "unread", "exports", "base", "targeted"}  # fmt: skip
     (block,) = read["blocks"]
     del block["layers"]
     assert block == {

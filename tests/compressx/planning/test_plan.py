@@ -132,7 +132,7 @@ def test_a_name_that_linears_of_the_blocks_have_is_not_that_of_a_linear_outside_
 def test_weights_of_the_blocks_that_no_rule_can_prune_are_warned_of(planned, monkeypatch) -> None:
     rule = 'targets: ["*"], pruner: magnitude, sparsity: 0.5'
     assert not planned(rule, model="mixtral").warning, "its routers are less than a hundredth"
-    monkeypatch.setattr("compressx.models.architecture._is_fused_experts", lambda module: False)
+    monkeypatch.setattr("compressx.models.architecture._fused_experts", lambda module: None)
     plan = planned(rule, model="mixtral")
     attention, experts = 64 * (64 + 32 + 32 + 64), 4 * 3 * 64 * 96
     assert plan.unprunable == pytest.approx((experts + 4 * 64) / (experts + 4 * 64 + attention))
