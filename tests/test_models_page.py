@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 from tests.compressx_attnprune import blocks as attention
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from compressx import Block, Unstructured, UnsupportedModelError, find_projections, find_units
 from compressx.api.patterns import UnitKind
 from compressx.models.architecture import survey, text_config
+from compressx.planning.make import _matrices as matrices
 from compressx.shrink.cuts import RemainingUnits, smaller
 from compressx.testing import TINY_CONFIGS, tiny_model
 from compressx_attnprune import layer
@@ -102,3 +104,20 @@ def test_the_table_has_every_architecture_and_the_list_all_attention_that_is_tes
     assert listed == tested - set(table())
     refused = {kind for kind, _ in attention.MORE_CONFIGS.values()} - tested - set(table())
     assert set(re.findall(r"`(\w+)`", PAGE.partition("and refuses")[2].partition(".")[0])) == refused
+
+
+@pytest.mark.slow
+def test_the_shares_of_blocks_that_stay_dense_are_those_of_the_models_in_their_default_sizes():
+    said = PAGE.partition("In transformers' default sizes they are")[2].partition(". The plan")[0]
+    listed = {
+        kind: int(percent)
+        for percent, kinds in re.findall(r"(\d+)% of((?:,? (?:and )?`\w+`)+)", said)
+        for kind in re.findall(r"`(\w+)`", kinds)
+    }
+    assert listed
+    for kind in (*listed, "llama4_text", "jetmoe", "gpt_oss", "mixtral"):
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind))
+        found = survey(model)
+        every, left = matrices(found, model)
+        assert round(100 * left / every) == listed.get(kind, 0), kind

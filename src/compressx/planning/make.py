@@ -100,10 +100,11 @@ def make_plan(loaded: LoadedRecipe, plugins: Plugins, skeleton: torch.nn.Module)
 
 def _matrices(architecture: Architecture, skeleton: torch.nn.Module) -> tuple[int, int]:
     """Count the weights in the blocks' matrices: all, and those that are in no linears, so that a `*` leaves them."""
-    left = 0
+    kept: dict[int, int] = {}  # by parameter: blocks may share some
     for name, module in skeleton.named_modules():
         if name in architecture.unprunable and any(name.startswith(f"{fqn}.") for fqn in architecture.blocks):
-            left += sum(p.numel() for p in module.parameters(recurse=False))
+            kept |= {id(p): p.numel() for p in module.parameters(recurse=False)}
+    left = sum(kept.values())
     return left + sum(x.out_features * x.in_features for x in architecture.linears.values()), left
 
 
