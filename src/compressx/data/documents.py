@@ -7,13 +7,16 @@ import glob
 import gzip
 import hashlib
 import json
+import logging
 import lzma
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO, Any, Literal, TypeAlias
 from unittest.mock import patch
 
@@ -22,9 +25,21 @@ from compressx.runtime.errors import CalibrationError, did_you_mean, nearest, on
 from compressx.runtime.machine import free_main_memory
 from compressx.runtime.quiet import quiet_libraries
 
-Chat: TypeAlias = list[Any]
-"""Messages, each a mapping with `role` and `content`, and whatever else the template reads."""
-Document: TypeAlias = str | Chat
+_log = logging.getLogger(__name__)
+
+
+class Chat(list[Any]):
+    """Messages, each a mapping with `role` and `content`, and whatever else the template reads.
+
+    Attributes:
+        beside: the other fields of the row, such as `tools`; the template gets those that it takes.
+    """
+
+    beside: Mapping[str, Any] = MappingProxyType({})
+
+
+Document: TypeAlias = str | list[Any]
+"""Text, or the messages of a chat."""
 
 _USUAL = ("text", "messages", "conversations")
 """Fields that hold the document when the recipe names none, the first one present."""
@@ -32,34 +47,65 @@ _USUAL = ("text", "messages", "conversations")
 _SENDERS = {"human": "user", **dict.fromkeys(("gpt", "chatgpt", "bing", "bard"), "assistant")}
 """Who speaks in ShareGPT's conversations, by the roles of chat templates; the others have the same names there."""
 
+_UNSPOKEN = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
+"""Fields beside which a message needs no content."""
 
-def field_among(columns: Iterable[str], wanted: str | None, where: str) -> str:
-    """Return the field that holds the documents: `wanted`, or the first usual one among a row's columns.
+
+def field_among(row: Mapping[str, Any], wanted: str | None, where: str) -> str:
+    """Return the field that holds the document of a row: `wanted`, or the first usual one, if possible not null.
 
     Raises:
         CalibrationError: there is none.
     """
-    present = list(columns)
-    if wanted is None and (usual := [name for name in _USUAL if name in present]):
-        return usual[0]
-    if wanted is not None and wanted in present:
+    if wanted is None and (usual := [name for name in _USUAL if name in row]):
+        return next((name for name in usual if row[name] is not None), usual[0])
+    if wanted is not None and wanted in row:
         return wanted
     lacks = f"no field {wanted!r}" if wanted is not None else f"no field {', '.join(_USUAL[:-1])} or {_USUAL[-1]}"
-    valid = did_you_mean(wanted or _USUAL[0], present) or "it has none"
-    raise CalibrationError(f"{where}: {lacks}; {valid}" + ("" if wanted or not present else "; name one as field"))
+    valid = did_you_mean(wanted or _USUAL[0], list(row)) or "it has none"
+    raise CalibrationError(f"{where}: {lacks}; {valid}" + ("" if wanted or not row else "; name one as field"))
 
 
-def document(row: Mapping[str, Any], field: str, where: str) -> Document:
-    """Return the text or chat of a row.
+def document(row: Mapping[str, Any], field: str, where: str, *, arrow: bool = False) -> Document | None:
+    """Return the text or chat of a row, or None if it has none; of `arrow`, None stands for an absent key.
 
     Raises:
         CalibrationError: the field is missing, or is neither text nor a list of {role, content}.
     """
-    return checked(row[field_among(row, field, where)], f"{where}: field {field!r}")
+    place, value = f"{where}: field {field!r}", row[field_among(row, field, where)]
+    value = _parsed(value, field, place) if isinstance(value, str) else value
+    if value is None or isinstance(read := checked(value, place), str):
+        return None if value is None else read
+    if not any(message.keys() - {"role"} for message in read):
+        return None
+    chat, beside = Chat(read), {k: v for k, v in row.items() if k != field}
+    chat[:], chat.beside = (_present(chat), _present(beside)) if arrow else (chat, beside)
+    return chat
+
+
+def _parsed(text: str, field: str, where: str) -> Any:
+    """Return the messages that a text is in JSON, None of a blank column of messages, and any other text as it is."""
+    ours = field in _USUAL[1:]
+    begins = r"\s*[\[{]" if ours else r"""\s*\[\s*\{\s*["'](role|content|from|value)["']\s*:"""
+    if field == "text" or not re.match(begins, text):
+        return text if text.strip() or not ours else None
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CalibrationError(f"{where} is not JSON ({error}); expected a list of {{role, content}}") from error
+
+
+def _present(value: Any) -> Any:
+    """Return a value without the keys that are None, at any depth: Arrow gives all rows the same keys."""
+    if isinstance(value, Mapping):
+        return {k: _present(v) for k, v in value.items() if v is not None}
+    return [_present(v) for v in value] if isinstance(value, list) else value
 
 
 def checked(value: Any, where: str) -> Document:
-    """Return a value if it is text or a chat; ShareGPT's {from, value} become {role, content}.
+    """Return a value if it is text or a chat, with ShareGPT's {from, value} as {role, content}.
+
+    A key that is None is as one that is absent, and parts of text are one text.
 
     Raises:
         CalibrationError: it is neither, or text that no tokenizer reads.
@@ -68,19 +114,33 @@ def checked(value: Any, where: str) -> Document:
         return sound(value, where)
     if not isinstance(value, list):
         raise CalibrationError(f"{where} is {type(value).__name__}, expected text or a list of {{role, content}}")
-    chat = [_renamed(message) for message in value]
-    for i, message in enumerate(chat):
+    for i, message in enumerate(value):
         if not isinstance(message, Mapping):
             raise CalibrationError(f"{where}: message {i} is {type(message).__name__}, expected {{role, content}}")
-        for key in ("role", "content"):
-            if not isinstance(message.get(key), str):
-                found = f", but {type(message[key]).__name__}" if key in message else ""
+    return [_checked_message(message, f"{where}: message {i}") for i, message in enumerate(value)]
+
+
+def _checked_message(given: Mapping[str, Any], where: str) -> dict[str, Any]:
+    message = _renamed({key: value for key, value in given.items() if value is not None})
+    if isinstance(parts := message.get("content"), list):
+        for i, part in enumerate(parts):
+            if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+                kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
                 raise CalibrationError(
-                    f"{where}: message {i} has no text in {key!r}{found}, expected {{role, content}} or {{from, value}}"
-                    f"; it has {one_line(', '.join(map(str, value[i]))) or 'nothing'}"
+                    f"{where}: part {i} of 'content' is {one_line(str(kind))}, expected {{type: text, text: ...}}; "
+                    "remove such rows"
                 )
-            sound(message[key], f"{where}: message {i}: {key!r}")
-    return chat
+        message["content"] = "".join(part["text"] for part in parts)
+    silent = "content" not in message and not {"content", "value", *_UNSPOKEN}.isdisjoint(given)
+    for key in ("role",) if silent else ("role", "content"):
+        if not isinstance(message.get(key), str):
+            found = f", but {type(message[key]).__name__}" if key in message else ""
+            raise CalibrationError(
+                f"{where} has no text in {key!r}{found}, expected {{role, content}} or {{from, value}}"
+                f"; it has {one_line(', '.join(map(str, given))) or 'nothing'}"
+            )
+        sound(message[key], f"{where}: {key!r}")
+    return message
 
 
 def sound(text: str, where: str) -> str:
@@ -96,11 +156,12 @@ def sound(text: str, where: str) -> str:
     return text
 
 
-def _renamed(message: Any) -> Any:
+def _renamed(message: dict[str, Any]) -> dict[str, Any]:
     """Return a message of ShareGPT's, {from, value}, as {role, content}, and any other as it is."""
-    if not isinstance(message, Mapping) or "role" in message or not isinstance(sender := message.get("from"), str):
+    if "role" in message or not isinstance(sender := message.get("from"), str):
         return message
-    return {"role": _SENDERS.get(sender, sender), "content": message.get("value")}
+    names = {"from": "role", "value": "content"}
+    return {names.get(key, key): value for key, value in message.items()} | {"role": _SENDERS.get(sender, sender)}
 
 
 def checked_documents(value: str | Sequence[Document], name: str) -> list[Document]:
@@ -154,20 +215,56 @@ def rendered(chats: Sequence[Document], tokenizer: Any) -> list[str]:
     Raises:
         CalibrationError: no template, or one that refuses a chat, such as Gemma's a system message.
     """
-    return [rendered_one(chat, tokenizer, f"chat {i} of {len(chats)}") for i, chat in enumerate(chats)]
+    texts = [rendered_one(chat, tokenizer, f"chat {i} of {len(chats)}") for i, chat in enumerate(chats)]
+    fields = {str(k) for c in chats for x in (getattr(c, "beside", {}), *c) for k in x} - {"chat_template_kwargs"}
+    if unread := fields - {*re.findall(r"\w+", str(tokenizer.chat_template))}:
+        _log.info("the chat template does not name these fields of rows: %s", one_line(", ".join(sorted(unread))))
+    return texts
 
 
 def rendered_one(chat: Document, tokenizer: Any, which: str, *, answered: bool = True) -> str:
     """Turn a chat into text, as `rendered` does; `which` begins an error; not `answered`, an answer is begun."""
     require_template(tokenizer)
     try:
-        return str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=not answered))
+        given = _taken(getattr(chat, "beside", {}), tokenizer)
+        text = str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=not answered, **given))
     except Exception as error:  # templates are programs, and raise what they like
         roles = one_line(", ".join(message["role"] for message in chat if isinstance(message, Mapping)))
         raise CalibrationError(
             f"{which} (roles {roles}): the tokenizer's chat template refuses it "
             f"({type(error).__name__}: {one_line(str(error))[:300]}); remove or change such chats"
         ) from error
+    return sound(text, which)
+
+
+_OURS = ("messages", "add_generation_prompt", "conversation", "chat_template", "tokenize")
+"""What no field of a row replaces."""
+
+
+def _taken(beside: Mapping[str, Any], tokenizer: Any) -> dict[str, Any]:
+    """Return the fields of a row that the chat template takes, those in `chat_template_kwargs` first.
+
+    Raises:
+        ValueError: `tools`, `documents` or `chat_template_kwargs` is text, but not JSON.
+    """
+    given = {**beside, **(_from_json(beside.get("chat_template_kwargs")) or {})}
+    names = _variables(tokenizer.get_chat_template(None, given.get("tools") or None))
+    lists = {key: _from_json(given.pop(key)) or None for key in ("tools", "documents") if key in names & given.keys()}
+    own = {*tokenizer.special_tokens_map, *_OURS}
+    return {k: v for k, v in (given | lists).items() if k in names - own and v is not None}
+
+
+def _from_json(value: Any) -> Any:
+    return json.loads(value) if isinstance(value, str) and value.strip() else value
+
+
+@lru_cache
+def _variables(template: str) -> set[str]:
+    """Return the names that a chat template reads and does not set."""
+    from jinja2.meta import find_undeclared_variables
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    return find_undeclared_variables(_compile_jinja_template(template).environment.parse(template))
 
 
 Rows: TypeAlias = Iterator[tuple[str, Mapping[str, Any]]]
@@ -370,7 +467,7 @@ def documents(source: DatasetSource, purpose: Purpose) -> list[Document]:
         CalibrationError: a missing file, dataset or field, invalid UTF-8 or JSON, no text at all, or too much.
     """
     _check_keys(source)
-    found: Iterable[Document]
+    found: Iterable[Document | None]
     if source.text is not None:
         described, found = f"text {source.text!r}", map(read_text, matching(source.text, "text"))
     elif source.json_path is not None:
@@ -379,13 +476,18 @@ def documents(source: DatasetSource, purpose: Purpose) -> list[Document]:
         described, found = "python-docs", _python_docs(purpose)
     else:
         described, found = f"dataset {source.name!r}", _hub_rows(source, purpose)
-    read, size, most = list[Document](), 0, free_main_memory() // _OF_TOKENS
+    read, size, most, empty = list[Document](), 0, free_main_memory() // _OF_TOKENS, 0
     for each in found:
         size += 64 + len(each if isinstance(each, str) else str(each))  # an empty document takes memory, too
+        size += len(str(getattr(each, "beside", ""))) // 16  # little of it becomes tokens
         refuse_large(described, size, most, "name fewer files, or a part of them")
-        read.append(each)
+        empty += each is None
+        read += [] if each is None else [each]
     if not any(d.strip() if isinstance(d, str) else d for d in read):
-        raise CalibrationError(f"{described} has no text for {purpose}: all of its {len(read)} documents are empty")
+        count = len(read) + empty
+        raise CalibrationError(f"{described} has no text for {purpose}: all of its {count} documents are empty")
+    if empty:
+        _log.warning("%s: %d of %d rows have no text and are left out", described, empty, len(read) + empty)
     try:
         hold_chats(read)
     except CalibrationError as error:
@@ -420,7 +522,9 @@ def check_dataset(source: DatasetSource) -> bool:
     if source.name is not None:
         _check_name(source.name)
         _check_keys(source)
-    return source.json_path is not None and not isinstance(next(_of_rows(source.json_path, source.field), ""), str)
+    if source.json_path is None:
+        return False
+    return not isinstance(next((d for d in _of_rows(source.json_path, source.field) if d is not None), ""), str)
 
 
 def local_files(source: DatasetSource) -> list[Path]:
@@ -433,7 +537,7 @@ def local_files(source: DatasetSource) -> list[Path]:
     return [path for key, pattern in patterns.items() if pattern is not None for path in matching(pattern, key)]
 
 
-def _of_rows(pattern: str, wanted: str | None) -> Iterator[Document]:
+def _of_rows(pattern: str, wanted: str | None) -> Iterator[Document | None]:
     """Yield the document of each row of the JSON files; the first row decides the field, if none is wanted."""
     field = None
     for path in matching(pattern, "json"):
@@ -501,7 +605,7 @@ def _python_docs(purpose: Purpose) -> list[str]:
     ]
 
 
-def _hub_rows(source: DatasetSource, purpose: Purpose) -> list[Document]:
+def _hub_rows(source: DatasetSource, purpose: Purpose) -> list[Document | None]:
     name = source.name or ""
     dataset = _hub_dataset(source)
     split = source.split or dataset.splits[purpose]
@@ -510,11 +614,14 @@ def _hub_rows(source: DatasetSource, purpose: Purpose) -> list[Document]:
     try:
         with quiet_libraries(), nullcontext("") if Path(name).is_dir() else hub_or_cache() as unreachable:
             rows = _load(dataset, split, source, purpose)
-            if not (columns := list(next(iter(rows), {}))):
+            first: dict[str, Any] = next(iter(rows), {})
+            if not first:
                 return []
-            field = field_among(columns, source.field, where)
-            found = enumerate(rows.select_columns([field]))
-            return [document(row, field, f"{where} row {i}") for i, row in found]
+            columns = [field := field_among(first, source.field, where)]
+            if not isinstance(document(first, field, f"{where} row 0", arrow=True), str):  # no pictures and no sound
+                columns = [n for n in first if not hasattr((rows.features or {}).get(n), "decode_example")]
+            found = enumerate(rows.select_columns(columns))
+            return [document(row, field, f"{where} row {i}", arrow=True) for i, row in found]
     except CalibrationError:
         raise
     except Exception as error:  # datasets lets any exception of its hub client, file systems and parsers through

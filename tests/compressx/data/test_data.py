@@ -20,7 +20,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from compressx.data.documents import UnreachableError, check_dataset, documents, matching
+from compressx.data.documents import UnreachableError, check_dataset, documents, matching, rendered
 from compressx.data.windows import (
     _encoded,
     beginning,
@@ -251,6 +251,26 @@ CHATS = [
 ]
 
 
+def stored(kind: str, rows: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> DatasetSource:
+    """Write rows in the working directory, and name them."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", Path.cwd() / "cache")
+    lines = "\n".join(map(json.dumps, rows))
+    if kind in ("saved", "parquet", "folder of lines"):
+        Path("set").mkdir()
+    if kind == "saved":
+        datasets.Dataset.from_list(rows).save_to_disk("set")
+    elif kind == "parquet":
+        datasets.Dataset.from_list(rows).to_parquet("set/a.parquet")
+    elif kind == "folder of lines":
+        Path("set/a.jsonl").write_text(lines)
+    else:
+        whole = json.dumps(rows) if kind == "array" else lines
+        Path("a.json").write_text(whole)
+        Path("a.json.gz").write_bytes(gzip.compress(whole.encode()))
+        return source(json="a.json.gz" if kind == "gz" else "a.json")
+    return source(name="./set")
+
+
 class TestHostileFiles:
     """What a stranger's file can be: each fails in one line that names it, before memory is exhausted."""
 
@@ -306,7 +326,6 @@ class TestHostileFiles:
           "a.jsonl:2: field 'text': message 1: 'content': character 4 is \\ud83d"),
          ('{"text": [{"from": "\\udc80", "value": "ok"}]}', "a.jsonl:2: field 'text': message 0: 'role': character 0"),
          ('{"\\ud83d": "a"}', "a.jsonl:2: no field 'text'; valid: \\ud83d"),
-         ('{"text": null}', "a.jsonl:2: field 'text' is NoneType, expected text"),
          ('{"text": {"a": "b"}}', "a.jsonl:2: field 'text' is dict, expected text"),
          ('{"a\\u001b[31m": 1}', "a.jsonl:2: no field 'text'; valid: a\\x1b[31m"),
          ("null", "a.jsonl:2: expected a JSON object, got NoneType"), ("\0", "a.jsonl:2: not JSON (Expecting value")],
@@ -377,14 +396,101 @@ class TestChats:
         [(3, "is int, expected text or a list of {role, content}"),
          (["hi"], "message 0 is str, expected {role, content}"),
          ([{"speaker": "human", "text": "hi"}], "message 0 has no text in 'role', expected .*; it has speaker, text"),
-         ([{"from": "human", "value": None}], "no text in 'content', but NoneType, expected .*; it has from, value"),
-         ([{"role": "user", "content": [{"type": "text"}]}], "message 0 has no text in 'content', but list, expected"),
-         ([{"role": "user", "content": None}], "message 0 has no text in 'content'")],
+         ([{"role": "user", "contents": "hi"}], "message 0 has no text in 'content', .*; it has role, contents"),
+         ([{"from": "human", "content": 3}], "no text in 'content', but int, expected .*; it has from, content"),
+         *(([{"role": "user", "content": [{"type": "text", "text": "a"}, x]}], f"part 1 of 'content' is {kind}, exp")
+           for x, kind in (({"type": "text"}, "text"), ({"type": "image"}, "image"), ("a", "str"), (None, "NoneType"))),
+         ("[{'role': 'user'}]", r"is not JSON \(Expecting property name.*; expected a list of {role, content}"),
+         ('{"role": "user"}', "is dict, expected text or a list"),
+         ('[{"role": 1}]', "message 0 has no text in 'role', but int")],
     )  # fmt: skip
     def test_what_is_no_chat_is_named_with_its_place(self, project: Path, value: object, complaint: str) -> None:
         Path("a.jsonl").write_text(json.dumps({"messages": value}))
         with pytest.raises(CalibrationError, match=rf"^a\.jsonl:1: field 'messages'.*{complaint}"):
             documents(source(json="a.jsonl"), "calibration")
+
+    @pytest.mark.parametrize("kind", ["array", "lines", "gz", "saved", "parquet", "folder of lines"])
+    def test_a_template_gets_whatever_it_takes_of_a_row(self, kind, instructed, project, monkeypatch, caplog) -> None:
+        """As JSON says it, and as Arrow does, where an absent key is None."""
+        call = {"id": "c1", "function": {"name": "clock", "arguments": {"zone": "utc"}}}
+        other = {"id": "c2", "function": {"name": "sum", "arguments": {"of": [1, 2]}}}
+        tools = [{"type": "function", "function": {"name": "clock", "parameters": {"type": "object"}}}]
+        says = [
+            {"role": "user", "content": "one", "name": "Ann"},
+            {"role": "assistant", "content": None, "tool_calls": [call, other]},
+            {"role": "tool", "content": "12", "tool_call_id": "c1"},
+            {"role": "assistant", "content": "two", "reasoning_content": "three"},
+        ]
+        given = {
+            "documents": [{"title": "a", "text": "b"}],
+            "date": "today",
+            "chat_template_kwargs": {"thinking": False},
+        }
+        row = {"id": 1, "messages": says, "tools": tools, **given, "bos_token": "no", "add_generation_prompt": "no"}
+        bare = {"id": 2, "messages": [{"role": "user", "content": "three"}], "tools": [], "date": None}
+        rows = [row, bare, {"id": 3, "messages": None}]
+        found = stored(kind, rows, monkeypatch)
+        instructed.chat_template = (
+            "{{ {'m': messages, 't': tools, 'd': documents, 'on': date | default('none'), "
+            "'k': thinking | default('none'), 'b': bos_token, 'g': add_generation_prompt} | tojson }}\n"
+        )
+        assert check_dataset(found) == (kind in ("array", "lines", "gz"))
+        with caplog.at_level("INFO", logger="compressx"):
+            full, plain = map(json.loads, rendered(documents(found, "calibration"), instructed))
+        assert full["m"][-1].pop("thinking", "three") == "three", "another name for it, of transformers"
+        assert full["m"] == [{k: v for k, v in m.items() if v is not None} for m in says]
+        assert (full["t"], full["d"], full["on"], full["k"]) == (tools, given["documents"], "today", False)
+        assert plain["m"] == bare["messages"]
+        assert (plain["t"], plain["d"], plain["on"], plain["k"]) == (None, None, "none", "none")
+        assert {x[key] for x in (full, plain) for key in "bg"} == {"<s>", False}, "these are ours"
+        assert ": 1 of 3 rows have no text and are left out" in caplog.text
+        assert (
+            "template does not name these fields of rows: content, id, name, reasoning_content, role, tool"
+            in caplog.text
+        )
+
+    @pytest.mark.parametrize("kind", ["array", "lines", "gz", "saved", "parquet", "folder of lines"])
+    @pytest.mark.parametrize(
+        ("column", "values", "read"),
+        [("messages", [[{"role": "user", "content": [{"type": "text", "text": x} for x in ("a", "b")]}]], ["ab"]),
+         ("messages", [[{"role": "user", "content": None}], [{"role": "user", "content": "a"}], []], ["a"]),
+         ("messages", [json.dumps(CHATS[0]), "", "[]", None], ["one", "two"]),
+         ("turns", [json.dumps(CHATS[1]), None], ["three"]),
+         ("conversations", [[{"from": "human", "value": "a"}, {"from": "gpt", "value": None, "x": [1]}]], ["a", None]),
+         ("text", [None, "", "a", '[{"role": "user"}]'], ["", "a", '[{"role": "user"}]']),
+         ("body", ["a", None], ["a"])],
+        ids=["parts", "null", "JSON", "JSON elsewhere", "ShareGPT", "text", "named text"],
+    )  # fmt: skip
+    def test_what_has_text_is_read_in_any_of_its_forms_and_the_rest_is_counted(
+        self, kind, column, values, read, project, monkeypatch, caplog
+    ) -> None:
+        found = stored(kind, [{column: x} for x in values], monkeypatch)
+        found = found.model_copy(update={"field": column if column in ("turns", "body") else None})
+        got = documents(found, "calibration")
+        assert [t for d in got for t in ([d] if isinstance(d, str) else [m.get("content") for m in d])] == read
+        if gone := len(values) - len(got):
+            assert f": {gone} of {len(values)} rows have no text and are left out" in caplog.text
+
+    def test_of_two_usual_fields_the_one_that_is_not_null_is_read(self, project) -> None:
+        Path("a.jsonl").write_text(json.dumps({"text": None, "messages": CHATS[0]}))
+        assert documents(source(json="a.jsonl"), "calibration") == CHATS[:1]
+
+    @pytest.mark.parametrize(
+        ("beside", "told"),
+        [({"tools": "[{"}, "refuses it (JSONDecodeError"), ({"tools": ["clock"]}, "Tools should either be"),
+         ({"chat_template_kwargs": "{"}, "refuses it (JSONDecodeError"), ({"date": "\ud83d"}, "half of a surr")],
+    )  # fmt: skip
+    def test_what_a_template_cannot_take_is_refused_in_one_line(self, beside, told, instructed, project) -> None:
+        Path("a.jsonl").write_text(json.dumps({"messages": CHATS[1], **beside}))
+        read = documents(source(json="a.jsonl"), "calibration")
+        if "tools" in beside:
+            assert rendered(read, instructed) == ["<s>three"], "this template takes none"
+        instructed.chat_template = "{{ date }}{{ tools }}{{ messages[0].content }}"
+        with pytest.raises(CalibrationError, match=r"^chat 0 of 1") as caught:
+            rendered(read, instructed)
+        assert told in str(caught.value)
+        Path("a.jsonl").write_text(json.dumps({"messages": CHATS[1], "tools": '[{"a": 1}]', "date": "d"}))
+        assert rendered(documents(source(json="a.jsonl"), "calibration"), instructed) == ["d[{'a': 1}]three"]
 
     def test_chats_and_text_in_one_field_are_refused(self, project: Path) -> None:
         Path("a.json").write_text(json.dumps([{"x": CHATS[0]}, {"x": "text"}]))
