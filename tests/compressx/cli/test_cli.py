@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -420,3 +422,83 @@ def test_version_and_help_need_no_recipe(work):
     assert printed("--version").strip().endswith(__version__)
     for command in ("run", "plan", "plugins"):
         assert command in printed("-h")
+
+
+@pytest.fixture
+def narrow(work: Path) -> Path:
+    """A model, a recipe and an output whose names, and a sample whose prompt, are not in most encodings."""
+    Path("模é").symlink_to("model")
+    recipe = RECIPE.replace("{path: model}", "./模é").replace("output: out", "output: out-模é")
+    Path("模.yaml").write_text(
+        recipe.replace("  token_per", "  sample: {prompt: 模型, tokens: 2}\n  token_per"), "utf-8"
+    )
+    return work
+
+
+def ended(monkeypatch: pytest.MonkeyPatch, stream: Callable[[], io.TextIOWrapper], *words: str) -> tuple[object, str]:
+    """Run a command with other standard streams; return its status, and what it printed where that can be read."""
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, made := stream())
+        monkeypatch.setattr(sys, f"__{name}__", made)
+    with pytest.raises(SystemExit) as exited:
+        main([*words])
+    sys.stdout.flush()
+    buffer = sys.stdout.buffer
+    said = buffer.getvalue().decode("latin-1") if isinstance(buffer, io.BytesIO) else ""
+    sys.stdout.close()
+    sys.stderr.close()
+    return exited.value.code, said
+
+
+ENCODINGS = ["latin-1", "ascii", "cp1252", "utf-8"]
+NARROW = {
+    "plan": ["plan", "模.yaml"], "plan as JSON": ["plan", "模.yaml", "--json"], "inspect": ["inspect", "模é"],
+    "inspect as JSON": ["inspect", "模é", "--json"], "init": ["init", "./模é"],
+    "pack": ["pack", "模é", "-o", "gone-模"],
+    "answer": ["generate", "模é", "--prompt", "模", "--full", "--max-new-tokens", "2"], "plugins": ["plugins"],
+    "measure": ["eval", "模é", "--recipe", "模.yaml"], "error": ["plan", "模型.yaml"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("encoding", [pytest.param(e, marks=[pytest.mark.slow] * (e != "latin-1")) for e in ENCODINGS])
+@pytest.mark.parametrize("command", NARROW)
+def test_a_command_ends_well_on_a_terminal_of_any_encoding(narrow, command, encoding, monkeypatch) -> None:
+    words = NARROW[command]
+    code, said = ended(monkeypatch, lambda: io.TextIOWrapper(io.BytesIO(), encoding), *words)
+    assert code == (2 if command == "error" else 0)
+    if "--json" in words:
+        assert json.loads(said)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_a_finished_run_ends_well_on_a_terminal_of_any_encoding(narrow, encoding, monkeypatch) -> None:
+    code, said = ended(monkeypatch, lambda: io.TextIOWrapper(io.BytesIO(), encoding), "run", "模.yaml")
+    assert code == 0
+    assert ("\\u6a21" in said) == (encoding != "utf-8"), "what the terminal cannot show is escaped"
+    assert Path("out-模é/report.json").is_file()
+
+
+@pytest.mark.parametrize("command", [*NARROW, pytest.param("run", marks=pytest.mark.slow)])
+def test_what_nobody_reads_ends_no_command(narrow, command, monkeypatch) -> None:
+    """As after `| head -1`: what is left to do is done, and its status is that of the command."""
+
+    def unread() -> io.TextIOWrapper:
+        read, write = os.pipe()
+        os.close(read)
+        return io.TextIOWrapper(os.fdopen(write, "wb"), "utf-8")
+
+    code, _ = ended(monkeypatch, unread, *NARROW.get(command, ["run", "模.yaml"]))
+    assert code == (2 if command == "error" else 0)
+    assert command != "run" or Path("out-模é/report.json").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ending", "status"), [(">&-", 0), ("2>&-", 0), (">&- 2>&- <&-", 0), (">/dev/full", 2), ("| head -c 1", 0)]
+)
+def test_standard_streams_may_be_closed_and_what_a_full_disk_lacks_is_an_error(work, ending, status) -> None:
+    command = f"set -o pipefail; {sys.executable} -m compressx inspect model {ending}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == status, done.stderr
+    assert "Traceback" not in done.stderr
