@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -88,7 +89,9 @@ _OF_CONFIG = {
 }  # fmt: skip
 
 
-def write_like(path: Path, model: Any, architecture: str, keys: Mapping[str, Any] | None = None) -> Path:
+def write_like(
+    path: Path, model: Any, architecture: str, keys: Mapping[str, Any] | None = None, tokenizer: Any = None
+) -> Path:
     """Write a GGUF file of a tiny model with its metadata, a vocabulary and names of tensors, all of which are zeros.
 
     Args:
@@ -96,6 +99,7 @@ def write_like(path: Path, model: Any, architecture: str, keys: Mapping[str, Any
         model: of transformers; its names are the only thing that transformers' table is asked for.
         architecture: as llama.cpp calls it.
         keys: further metadata, or in place of the model's own; after `ARCHITECTURE.` where they have no `general.`.
+        tokenizer: of byte-level BPE, whose tokens, merges and template to write; otherwise a vocabulary of words.
     """
     from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
@@ -115,15 +119,24 @@ def write_like(path: Path, model: Any, architecture: str, keys: Mapping[str, Any
             writer.add_array(full, value)
         elif value is not None:
             writer.add_float32(full, value) if isinstance(value, float) else writer.add_uint32(full, value)
-    tokens = ["<unk>", "<s>", "</s>", "Ċ", "Ġ", "ab", *(f"w{i}" for i in range(config.vocab_size - 6))]
+    words = ["<unk>", "<s>", "</s>", *(f"w{i}" for i in range(18))]  # those of `save_tiny_model`
+    padding = ["Ċ", "Ġ", "ab", *(f"[PAD{i}]" for i in range(len(words) + 3, config.vocab_size))]
+    tokens, merges, types = [*words, *padding], ["a b"], [3, 3, 3, *[1] * (len(words) - 3), *[5] * len(padding)]
+    if tokenizer is not None:
+        ours, added = {i: x for x, i in tokenizer.get_vocab().items()}, tokenizer.added_tokens_decoder
+        tokens = [ours.get(i, f"[PAD{i}]") for i in range(config.vocab_size)]
+        types = [(3 if added[i].special else 4) if i in added else 1 if i in ours else 5 for i in range(len(tokens))]
+        merges = [" ".join(x) for x in json.loads(tokenizer.backend_tokenizer.to_str())["model"]["merges"]]
+        if tokenizer.chat_template:
+            writer.add_chat_template(tokenizer.chat_template)
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("default")
+    writer.add_tokenizer_pre("default" if tokenizer is None else "gpt-2")
     writer.add_token_list(tokens)
-    writer.add_token_types([3, 3, 3, *[1] * (len(tokens) - 3)])
-    writer.add_token_merges(["a b"])
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    writer.add_pad_token_id(0)
+    writer.add_token_types(types)
+    writer.add_token_merges(merges)
+    writer.add_bos_token_id(1 if tokenizer is None else tokenizer.bos_token_id)
+    writer.add_eos_token_id(2 if tokenizer is None else tokenizer.eos_token_id)
+    writer.add_pad_token_id(0 if tokenizer is None else tokenizer.pad_token_id)
     writer.add_add_bos_token(False)
     processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config={})
     for name, source in get_gguf_hf_weights_map(model, processor, architecture, config.num_hidden_layers).items():

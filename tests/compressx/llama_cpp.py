@@ -49,6 +49,31 @@ def log_probabilities(
     return [token for token, _ in said], probabilities
 
 
+_TOKENIZE = """
+import json, sys, urllib.request
+import xllamacpp
+path, texts = json.loads(sys.argv[1])
+params = xllamacpp.CommonParams()
+params.model.path, params.n_ctx, params.warmup, params.n_parallel = path, 128, False, 1
+server, found = xllamacpp.Server(params), []
+for text in texts:
+    asked = json.dumps({"content": text, "add_special": False, "parse_special": True}).encode()
+    asked = urllib.request.Request(f"{server.listening_address}/tokenize", asked, {"Content-Type": "application/json"})
+    found.append(json.loads(urllib.request.urlopen(asked).read())["tokens"])
+print("SAID", json.dumps(found))
+"""
+
+
+def tokens_of(path: Path, texts: Sequence[str]) -> list[list[int]]:
+    """Return the tokens that llama.cpp makes of texts, special ones included where they stand there."""
+    told = json.dumps([str(path), list(texts)])
+    done = subprocess.run([sys.executable, "-c", _TOKENIZE, told], capture_output=True, text=True, check=False)
+    (said,) = [line for line in done.stdout.splitlines() if line.startswith("SAID")] or [done.stderr[-3000:]]
+    assert said.startswith("SAID"), said
+    found: list[list[int]] = json.loads(said.removeprefix("SAID"))
+    return found
+
+
 def agrees(model: Any, path: Path, prompt: Sequence[int] = PROMPT) -> bool:
     """Compare llama.cpp's log-probabilities of 32 tokens with the model's: 1e-2 on average by the model's own.
 

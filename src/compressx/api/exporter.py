@@ -41,11 +41,13 @@ class PlannedModel:
         model: the dense transformers model; weights may be on the `meta` device.
         gguf: as for `FinishedModel`.
         own_widths: whether an allocation will give each block its own number of neurons or key/value groups.
+        tokenizer: its tokenizer, if it is known.
     """
 
     model: Any
     gguf: Path | None = None
     own_widths: bool = False
+    tokenizer: Any = None
 
 
 class Exporter(Protocol):

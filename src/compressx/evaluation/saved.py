@@ -176,6 +176,7 @@ def export_saved(
     if output.exists():
         raise ArtifactError(f"output {output} exists; name a new one")
     checkpoint = find_checkpoint(source)
+    tokenizer = load_tokenizer(checkpoint)
     with blamed_on(f"exporter {name!r}"):
         exporter: Any = spec.build(given)
         file: str | None = getattr(exporter, "loads", None)
@@ -183,12 +184,12 @@ def export_saved(
         if checkpoint.gguf_file is not None and file is None:
             raise ArtifactError(f"{checkpoint.file} is a GGUF file, and {name} is made of a folder of safetensors")
         if hasattr(exporter, "check"):
-            exporter.check(PlannedModel(load_skeleton(checkpoint), gguf))
+            exporter.check(PlannedModel(load_skeleton(checkpoint), gguf, tokenizer=tokenizer))
         folder = Path(checkpoint.location) if checkpoint.gguf_file is not None else local_folder(checkpoint)
         masks = None if source.path is None else source.path.expanduser() / "masks.safetensors"
         held = MaskSet({}) if masks is None or not masks.is_file() else MaskSet.load(masks)
         access = open_model(checkpoint, source.streaming, device_for("cpu"))
-        finished = FinishedModel(folder, access, load_tokenizer(checkpoint), held, None, gguf)
+        finished = FinishedModel(folder, access, tokenizer, held, None, gguf)
         if file is None:
             with output_folder(output) as building:
                 told = exporter.export(finished, building)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import logging
 import math
 import re
@@ -482,8 +483,13 @@ class _Places:
         return {f"{architecture}.{key}": x for key, x in found.items()}
 
 
-def write(access: Access, like: Like, kind: str, path: Path, halved: Collection[UnitKind] = ()) -> str:
+def write(
+    access: Access, like: Like, kind: str, path: Path, halved: Collection[UnitKind] = (),
+    own: Mapping[str, Any] | None = None,
+) -> str:  # fmt: skip
     """Write a model to a GGUF file, one tensor at a time, and return a line about it; of `halved` units half alone.
+
+    `own` is metadata in place of the like file's, as `own_tokenizer` returns it.
 
     Raises:
         ArtifactError: a like file of another model, values that float16 cannot hold, a file that cannot be written.
@@ -502,14 +508,16 @@ def write(access: Access, like: Like, kind: str, path: Path, halved: Collection[
     with access.materialise(OUTSIDE):  # where a streamed model has its head tied
         layout = _Places(access.model, like, architecture)
     tensors = layout.written(parts, kind)
-    changed = layout.numbers(architecture, parts, tensors)
+    changed = {**layout.numbers(architecture, parts, tensors), **(own or {})}
     with written_whole(path) as beside, contextlib.closing(Writer(beside, architecture)) as writer:
         for key, packed in gguf_header.packed_values(like.path).items():
             new = re.sub(f"^{re.escape(like.architecture)}[.]", f"{architecture}.", key)
             if not _NOT_COPIED.fullmatch(key) and new not in changed:
                 writer.add_key_value(new, packed, GGUFValueType.UINT8)
+        add: Mapping[type, Any] = {list: writer.add_array, str: writer.add_string, bool: writer.add_bool}
         for key, value in changed.items():
-            (writer.add_array if isinstance(value, list) else writer.add_uint32)(key, value)
+            if value is not None:
+                add.get(type(value), writer.add_uint32)(key, value)
         writer.add_file_type(LlamaFileType[f"MOSTLY_{kind}"])
         writer.add_quantization_version(GGML_QUANT_VERSION)
         for x in tensors:
@@ -520,7 +528,8 @@ def write(access: Access, like: Like, kind: str, path: Path, halved: Collection[
         writer.write_ti_data_to_file()
         for x, values in zip(tensors, _values(access, layout, tensors), strict=True):
             writer.write_tensor_data(quants.quantize(values, GGMLQuantizationType[x.stored]))
-    return _described(architecture, parts)
+    named = ", ".join(key.rpartition(".")[2] for key in own or {})
+    return _described(architecture, parts) + (f"; the model's own instead of the like file's: {named}" if named else "")
 
 
 def _values(access: Access, layout: _Places, tensors: Sequence[_Written]) -> Iterator[np.ndarray]:
@@ -543,6 +552,87 @@ def _values(access: Access, layout: _Places, tensors: Sequence[_Written]) -> Ite
                 yield np.ascontiguousarray(values)
 
 
+def own_tokenizer(like: Like, tokenizer: Any, folder: Path | None = None) -> dict[str, Any]:
+    """Return the metadata in which a model's tokenizer differs from the like file's, by key; None for what it lacks.
+
+    An added token is matched as a whole, so it can take the place of another one or of padding.
+
+    Args:
+        like: the file.
+        tokenizer: the model's; None if it is not known.
+        folder: with the settings of generation, if there is one.
+
+    Raises:
+        ArtifactError: other tokens differ, or merges; names the first.
+    """
+    key, found = "tokenizer.ggml.", dict[str, Any]()
+    if tokenizer is None:
+        return found
+    theirs, types, merges = (gguf_header.array_of(like.path, key + x) for x in ("tokens", "token_type", "merges"))
+    types = types or [_NORMAL] * len(theirs)
+    if {*map(type, theirs)} != {str} or len(types) != len(theirs):
+        raise ArtifactError(f"{like.path} has {len(theirs)} tokens and types of {len(types)}; download it again")
+    tokens, kinds = map(list, zip(*_own_tokens(like, tokenizer, theirs, types), strict=True))
+    found |= {f"{key}tokens": tokens} if tokens != theirs else {}
+    found |= {f"{key}token_type": kinds} if kinds != types else {}
+    model = json.loads(tokenizer.backend_tokenizer.to_str())["model"] if tokenizer.is_fast else {}
+    if merges and model["type"] == "BPE":
+        own = (" ".join(x.replace(" ", "Ġ") for x in pair) for pair in model["merges"])
+        for i, (here, there) in enumerate(itertools.zip_longest(own, merges)):
+            if here != there:
+                raise _other_tokenizer(like, f"merge {i}", there, here)
+    begins = tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
+    if like.values.get(f"{key}add_bos_token", begins) != begins and like.values[f"{key}model"] != "gemma4":
+        found[f"{key}add_bos_token"] = begins
+    for name, role in {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}.items():
+        given, own_id = like.values.get(f"{key}{name}_token_id"), getattr(tokenizer, f"{role}_token_id")
+        if own_id not in {None, given} and own_id < len(tokens) and (given is not None or name in {"bos", "eos"}):
+            found[f"{key}{name}_token_id"] = own_id
+    stops = []
+    if folder is not None and (settings := folder / "generation_config.json").is_file():
+        stopping = json.loads(settings.read_text("utf-8")).get("eos_token_id")
+        stops = stopping if isinstance(stopping, list) else [stopping]
+    others = [i for i in stops if isinstance(i, int) and i < len(tokens) and kinds[i] == _CONTROL]
+    if others and tokenizer.eos_token_id not in stops and like.values.get(f"{key}eot_token_id") not in stops:
+        found[f"{key}eot_token_id"] = others[0]  # llama.cpp stops at it as well
+    template, start = tokenizer.chat_template, "tokenizer.chat_template"
+    every = {"default": template} if isinstance(template, str) else dict(template or {})
+    if every.get("default") != like.values.get(start) or len(every) > 1:
+        found |= dict.fromkeys(x for x in like.values if x.startswith(start))
+        found |= {start if name == "default" else f"{start}.{name}": text for name, text in every.items()}
+        found |= {f"{start}s": [*every]} if len(every) > 1 else {}
+    return found
+
+
+_NORMAL, _CONTROL, _USER, _UNUSED, _BYTE = 1, 3, 4, 5, 6
+"""Types of tokens in a file."""
+
+
+def _own_tokens(like: Like, tokenizer: Any, theirs: Sequence[str], types: Sequence[int]) -> Iterator[tuple[str, int]]:
+    """Yield each token of a model as llama.cpp's converter writes it, and its type."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    vocabulary, added, spelled = tokenizer.get_vocab(), tokenizer.added_tokens_decoder, bytes_to_unicode()
+    ours = {i: token for token, i in vocabulary.items()}
+    for i, (there, kind) in enumerate(zip(theirs, types, strict=True)):
+        here, whole = ours.get(i), added.get(i)
+        as_added = _UNUSED if whole is None else _CONTROL if whole.special else _USER
+        same = here in {there, there.replace(" ", "▁"), "".join(spelled[x] for x in there.encode())}
+        if same or (here is None and kind in {_UNUSED, _BYTE} and there not in vocabulary):
+            yield there, as_added if whole is not None and kind == _NORMAL else kind
+        elif kind in {_CONTROL, _USER, _UNUSED} and (here is None or whole is not None):
+            yield here or f"[PAD{i}]", as_added
+        else:
+            raise _other_tokenizer(like, f"token {i}", there, here)
+
+
+def _other_tokenizer(like: Like, what: str, there: str | None, here: str | None) -> ArtifactError:
+    return ArtifactError(
+        f"{like.path} has another tokenizer: {what} is {there!r:.60} there, and {here!r:.60} in the model to export; "
+        "give a GGUF file of this model, made by llama.cpp's convert_hf_to_gguf.py"
+    )
+
+
 def _described(architecture: str, parts: Sequence[_Cut]) -> str:
     """Say what a file holds, such as `llama, 30 blocks, 512 neurons, 3 key/value groups`."""
     told = [f"{architecture}, {len(parts)} blocks"]
@@ -557,6 +647,7 @@ def _planned(planned: PlannedModel, options: GgufOptions) -> tuple[Like, list[_W
     """Return what the file of a model is like, and its tensors."""
     like = Like.read(options.like, planned.gguf)
     refuse_foreign(planned.model, like)
+    own_tokenizer(like, planned.tokenizer)
     cuts = [_Cut(fqn) for fqn in find_blocks(planned.model)]
     return like, _Places(planned.model, like, like.architecture).written(cuts, options.type)
 
@@ -597,7 +688,8 @@ class GgufExporter:
     def export(self, model: FinishedModel, folder: Path) -> str:
         """Write the file."""
         like = Like.read(self.options.like, model.gguf)
-        return write(model.access, like, self.options.type, folder / self.loads)
+        own = own_tokenizer(like, model.tokenizer, model.folder)
+        return write(model.access, like, self.options.type, folder / self.loads, own=own)
 
 
 @hookimpl

@@ -74,6 +74,12 @@ def packed_values(path: Path) -> dict[str, bytes]:
     return {key: b"".join(part.tobytes() for part in parts) for key, parts in found.items()}
 
 
+def array_of(path: Path, key: str) -> list[Any]:
+    """Return an array in a file's metadata, empty if it has none."""
+    field = _reader(path).fields.get(key)
+    return [] if field is None else list(field.contents())
+
+
 def _reader(path: str | os.PathLike[str]) -> Any:
     return _parsed(*_version(path))
 

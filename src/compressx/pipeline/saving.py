@@ -87,7 +87,7 @@ class Export(Stage):
                 exporter = _built(state, i)
                 if state.skeleton is not None and (check := getattr(exporter, "check", None)) is not None:
                     with state.loaded.at("export", i), blamed_on(f"exporter {export.format!r}"):
-                        check(PlannedModel(state.skeleton, state.gguf, state.recipe.own_widths))
+                        check(PlannedModel(state.skeleton, state.gguf, state.recipe.own_widths, state.tokenizer))
 
 
 def _built(state: RunState, i: int) -> Exporter:

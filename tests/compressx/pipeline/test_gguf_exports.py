@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from gguf import GGUFReader
 from tests.compressx.cli.commands import printed, refused
 from tests.compressx.gguf_files import tiny_of, write_gguf, write_like
-from tests.compressx.llama_cpp import agrees
-from transformers import AutoModelForCausalLM
+from tests.compressx.llama_cpp import agrees, tokens_of
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.trainers import BpeTrainer
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from compressx import CompressxError, plan, run
 from compressx.models import gguf_header
+from compressx.models.checkpoint import Checkpoint
+from compressx.models.loading import load_tokenizer
 from compressx.recipe.document import dump_yaml
 from compressx.testing.models import save_tiny_model, tiny_text
 
@@ -196,3 +206,146 @@ def test_widths_that_an_allocation_gave_each_block_are_written(dense: Path):
     assert gguf_header.values_of(path)["general.architecture"] == "deci"
     printed("export", "out", "--type", "F16", "-o", "f16.gguf")
     assert agrees(model, Path("f16.gguf"), [5, 6, 7, 8, 9])
+
+
+TEMPLATE = "{% for m in messages %}<|turn|>{{ m.content }}{% endfor %}"
+
+
+def with_tokenizer(folder: Path) -> Any:
+    """Save a tiny Llama whose byte-level tokenizer has 300 tokens; the last 20 rows of 320 are padding."""
+    made = Tokenizer(BPE())
+    made.pre_tokenizer, made.decoder = ByteLevel(add_prefix_space=False), ByteLevelDecoder()
+    special = ["<s>", "</s>", "<|spare|>", "<pad>"]
+    made.train_from_iterator(
+        ["the quick brown fox jumps over the lazy dog and the rest of the text " * 9],
+        BpeTrainer(vocab_size=300, special_tokens=special, initial_alphabet=ByteLevel.alphabet(), show_progress=False),
+    )
+    names = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, **names, chat_template=TEMPLATE)
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=320, **sizes, bos_token_id=0, eos_token_id=1)).eval()
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    write_like(folder.parent / "base.gguf", model, "llama", {"rope.dimension_count": 16}, tokenizer)
+    return tokenizer
+
+
+def changed_file(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    path = folder / "tokenizer.json"
+    held = json.loads(path.read_text())
+    change(held)
+    path.write_text(json.dumps(held))
+
+
+def swapped(held: list[Any], i: int, j: int) -> None:
+    held[i], held[j] = held[j], held[i]
+
+
+def renamed(held: dict[str, Any]) -> None:
+    held["added_tokens"][2]["content"] = "<|turn|>"
+    held["model"]["vocab"]["<|turn|>"] = held["model"]["vocab"].pop("<|spare|>")
+
+
+def permuted(held: dict[str, Any]) -> None:
+    vocabulary = held["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+
+
+def forgotten(held: dict[str, Any]) -> None:
+    del held["added_tokens"][2], held["model"]["vocab"]["<|spare|>"]
+
+
+def begun(held: dict[str, Any]) -> None:
+    single = [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    special = {"<s>": {"id": "<s>", "ids": [0], "tokens": ["<s>"]}}
+    held["post_processor"] = {"type": "TemplateProcessing", "single": single, "pair": [], "special_tokens": special}
+
+
+CHANGES: dict[str, tuple[Callable[[Any], object], dict[str, Any] | str]] = {
+    "nothing": (lambda _: None, {}),
+    "tokens in rows of padding": (
+        lambda t: (t.add_tokens(["<think>"]), t.add_special_tokens({"additional_special_tokens": ["<|turn|>"]})),
+        {"tokens[300]": "<think>", "tokens[301]": "<|turn|>", "token_type[300]": 4, "token_type[301]": 3},
+    ),
+    "a spare token with another name": (renamed, {"tokens[2]": "<|turn|>", "token_type[2]": 3}),
+    "a token that is gone": (forgotten, {"tokens[2]": "[PAD2]", "token_type[2]": 5}),
+    "the end of a text": (lambda t: setattr(t, "eos_token", "<|spare|>"), {"eos_token_id": 2, "eot_token_id": 1}),
+    "its beginning": (lambda t: setattr(t, "bos_token", "<|spare|>"), {"bos_token_id": 2}),
+    "padding": (lambda t: setattr(t, "pad_token", "<|spare|>"), {"padding_token_id": 2}),
+    "a text begins with BOS": (begun, {"add_bos_token": True}),
+    "where generation stops": ({"eos_token_id": [2, 300]}, {"eot_token_id": 2}),
+    "the chat template": (lambda t: setattr(t, "chat_template", "{{ messages }}"), {"chat_template": "{{ messages }}"}),
+    "no chat template": (lambda t: setattr(t, "chat_template", None), {"chat_template": None}),
+    "two chat templates": (
+        lambda t: setattr(t, "chat_template", {"default": TEMPLATE, "tools": "x"}),
+        {"chat_template.tools": "x", "chat_template": TEMPLATE, "chat_templates": ["default", "tools"]},
+    ),
+    "a vocabulary in another order": (permuted, r"base.gguf has another tokenizer: token \d+ is 'a' there, and 'b'"),
+    "merges in another order": (
+        lambda held: swapped(held["model"]["merges"], 3, 4),
+        "base.gguf has another tokenizer: merge 3 is '.*' there, and '",
+    ),
+    "one merge less": (
+        lambda held: held["model"]["merges"].pop(),
+        r"another tokenizer: merge \d+ is '.*' there, and None",
+    ),
+}
+
+
+def metadata(path: Path) -> dict[str, Any]:
+    """Return the tokenizer's metadata in a file by key, without `tokenizer.ggml.`."""
+    found = {key: x.contents() for key, x in GGUFReader(path).fields.items() if key.startswith("tokenizer.")}
+    return {key.removeprefix("tokenizer.").removeprefix("ggml."): x for key, x in found.items()}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_file_has_the_tokenizer_of_the_model_and_never_that_of_the_like_file(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text("the quick brown fox " * 60)
+    folder = tmp_path / "model"
+    tokenizer, (change, expected) = with_tokenizer(folder), CHANGES[name]
+    if isinstance(change, dict):
+        (folder / "generation_config.json").write_text(json.dumps(change))
+    elif change.__name__ in {"renamed", "permuted", "forgotten", "begun"} or "merge" in name:
+        changed_file(folder, change)
+    else:
+        change(tokenizer)
+        (folder / "chat_template.jinja").unlink()
+        tokenizer.save_pretrained(folder)
+    export = {"format": "gguf", "options": {"like": "base.gguf", "type": "F16"}}
+    if isinstance(expected, str):
+        with pytest.raises(CompressxError, match=rf"export\[0\]: .*{expected}"):
+            plan(recipe(folder, export=[export]))
+        assert re.search(expected, refused("export", str(folder), "--like", "base.gguf", "-o", "x.gguf"))
+        return
+    told = printed("export", str(folder), "--like", "base.gguf", "--type", "F16", "-o", "x.gguf")
+    assert ("the model's own" in told) == bool(expected)
+    run(recipe(folder, export=[export], evaluate=None))
+    base = metadata(Path("base.gguf"))
+    for path in (Path("x.gguf"), Path("out/exports/gguf/model.gguf")):
+        found = metadata(path)
+        for where, value in expected.items():
+            key, _, place = where.partition("[")
+            assert (found[key][int(place[:-1])] if place else found.get(key)) == value, (path, key)
+        differ = {key for key in {*found} | {*base} if found.get(key) != base.get(key)}
+        assert differ <= {key.partition("[")[0] for key in expected}, "and nothing else is another"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["nothing", "tokens in rows of padding", "a spare token with another name"])
+def test_llama_cpp_makes_the_tokens_of_the_model(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder, change = tmp_path / "model", CHANGES[name][0]
+    tokenizer = with_tokenizer(folder)
+    if change is renamed:
+        changed_file(folder, change)
+    else:
+        change(tokenizer)
+        tokenizer.save_pretrained(folder)
+    printed("export", str(folder), "--like", "base.gguf", "--type", "F16", "-o", "x.gguf")
+    texts = ["the lazy dog", "<|turn|>the quick <think>fox<|turn|>", "Déjà\n\n  vu 123<|spare|>", "<s>x</s>"]
+    read = load_tokenizer(Checkpoint(str(folder)))
+    assert tokens_of(tmp_path / "x.gguf", texts) == read(texts, add_special_tokens=False)["input_ids"]
