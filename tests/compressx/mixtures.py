@@ -31,6 +31,10 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
         "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False,
         "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
         "ffn_config": {"ffn_hidden_size": 48, "hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2}}),
+    "longcat": ("longcat_flash", {**{k: x for k, x in _COMMON.items() if k != "num_hidden_layers"}, "num_layers": 3,
+        "num_key_value_heads": 4, "ffn_hidden_size": 96, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8, "v_head_dim": 16, "head_dim": 8, "moe_topk": 2, "n_routed_experts": 4,
+        "zero_expert_num": 2, "expert_ffn_hidden_size": 48}),
 }  # fmt: skip
 """Whose experts are laid out, or multiplied, in a way of their own."""
 

@@ -105,6 +105,8 @@ def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
     lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
     outermost = {n: m for n, m in lists.items() if not any(n.startswith(f"{other}.") for other in lists)}
     depth = getattr(config, "num_hidden_layers", None)
+    if (layers := getattr(config, "num_layers", None)) and depth == 2 * layers:
+        depth = layers  # LongCat counts attentions, two in each block
     fitting = {n: m for n, m in outermost.items() if len(m) == depth and any(True for _ in m.parameters())}
     if len(fitting) != 1:
         found = ", ".join(f"{n} ({len(m)})" for n, m in outermost.items()) or "none"

@@ -19,6 +19,8 @@ from compressx.models.architecture import linears_of, survey
 from compressx.testing import tiny_tokens
 
 TOKENS = tiny_tokens(sequences=4)
+OWN = ("llama4", "jetmoe", "dbrx")
+"""LongCat also has experts that compute nothing, of which a token has some or none."""
 ROWS = dict[str, list[Tensor]]
 """By the name of a linear, the inputs that it should see, one for each token that the router sends it, float64."""
 
@@ -187,7 +189,7 @@ def test_gradients_at_an_experts_output_are_those_of_its_weight(name):
         torch.testing.assert_close(at[fqn].T @ given[fqn], stored, rtol=1e-4, atol=1e-3)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", OWN)
 @torch.no_grad()
 def test_an_expert_without_tokens_is_not_reached(name):
     model = mixture(name)
@@ -203,7 +205,7 @@ def halved(linears: Mapping[str, Linear]) -> None:
         linear.held[:, ::2] = 0
 
 
-@pytest.mark.parametrize("name", [*LAYOUTS, "mixtral"])
+@pytest.mark.parametrize("name", [*OWN, "mixtral"])
 @torch.no_grad()
 def test_what_is_written_to_every_expert_is_written_to_the_whole_parameter(name):
     """Every expert's weights are some of the parameter's, and no weight is two experts'."""

@@ -86,12 +86,14 @@ def test_experts_in_every_layout_are_pruned_in_memory_and_streamed_to_the_same_b
     for file in models("llama").glob("tokenizer*"):
         (folder / file.name).write_bytes(file.read_bytes())
     asked = recipe(folder, {"targets": ["*"], "pruner": "sparsegpt", "pattern": "2:4"})
+    if name == "longcat":
+        asked["ignore"] = ["*.classifier"]  # whose weight the router reads without calling it
     asked["calibration"]["dataset"]["text"] = str(models("llama").with_name("text.txt"))
     reports = [
         run(asked | {"model": {"path": str(folder), "streaming": s}, "output": f"out-{s}"}) for s in (False, True)
     ]
-    assert [r.targeted for r in reports] == [1.0, 1.0]
-    assert {x.name for x in reports[0].layers} == {*survey(model).linears}
+    assert all(r.targeted > 0.99 for r in reports)
+    assert {x.name for x in reports[0].layers} == {n for n in survey(model).linears if "classifier" not in n}
     assert {x.sparsity for x in reports[0].layers} == {0.5}
     assert same(weights("out-True/model"), weights("out-False/model"))
     masks = MaskSet.load("out-True/masks.safetensors")
