@@ -11,6 +11,7 @@ from compressx.api.patterns import (
     FixedMask,
     Unstructured,
     allocated_form,
+    count_dropped,
     keep_mask,
     keep_masks,
     nearest,
@@ -69,6 +70,11 @@ def test_a_budget_half_way_between_two_counts_is_one_count_everywhere(rows, colu
         pattern = Unstructured(sparsity, "layer")
         swept, _ = sweep(scores, torch.eye(columns), pattern)
         assert int((~keep_mask(scores, pattern)).sum()) == int((~swept).sum()) == zeros_in(pattern, rows, columns)
+
+
+def test_a_sparsity_of_k_in_n_drops_k_though_no_float_is_that_fraction():
+    """15 / 22 * 22 is a little less than 15."""
+    assert all(count_dropped(k / n, n) == k for n in range(1, 65) for k in range(n + 1))
 
 
 def test_joint_linears_share_one_threshold_and_their_total_is_exact():

@@ -29,6 +29,7 @@ from compressx.testing import TINY_CONFIGS, tiny_model, tiny_tokens
 
 TOKENS = tiny_tokens()
 BATCHES = list(TOKENS.split(4))
+SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "vocab_size": 128}
 
 
 def dropped(model: Any, *rules: dict[str, Any], **sections: Any) -> Any:
@@ -55,13 +56,13 @@ def hidden_states(model: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return seen
 
 
-def plan_with(pruner: object, model: Any) -> PlannedDepth:
+def plan_with(pruner: object, model: Any, sparsity: float = 0.34) -> PlannedDepth:
     """Plan with a pruner of one's own in the place of the built-in one."""
 
     class NoOptions(BaseModel):
         pass
 
-    depth = planned(model).depth
+    depth = planned(model, THIRD | {"sparsity": sparsity}).depth
     assert depth is not None
     spec = PrunerSpec("own", "for a test", NoOptions, lambda _: pruner, groups=(), nm=False, units=("blocks",))  # type: ignore[arg-type,return-value]
     return replace(depth, rule=replace(depth.rule, pruner=spec, options=NoOptions()))
@@ -278,6 +279,27 @@ def test_what_a_search_does_wrong_names_it(choose: Any, said: str) -> None:
         choose_blocks(InMemory(model), plan_with(own, model), BATCHES)
 
 
+def asking_for(*places: int, windows: int = 8) -> Any:
+    """Return a pruner that chooses blocks by their places."""
+    choose = staticmethod(lambda blocks, _count, _trials: [blocks[i] for i in places])
+    return type("Own", (), {"choose": choose, "windows": windows})()
+
+
+def test_as_many_windows_are_tried_as_the_pruner_asks_for() -> None:
+    model = tiny_model("llama")
+    found, _ = choose_blocks(InMemory(model), plan_with(asking_for(0, windows=3), model), BATCHES)
+    trials = Trials(InMemory(model), [*find_blocks(model)], [TOKENS[:3]])
+    assert [*found.values()] == pytest.approx(trials([[x] for x in find_blocks(model)]), rel=1e-6)
+
+
+def test_a_block_that_cannot_go_before_others_has_the_divergence_of_the_first_step_that_is_possible() -> None:
+    model = gemma4()
+    _, *gone = find_blocks(model)  # of which the first has the keys and values of the others
+    found, chosen = choose_blocks(InMemory(model), plan_with(asking_for(1, 2, 3), model, 0.75), BATCHES)
+    assert gone[0] not in found
+    assert chosen == pytest.approx(dict.fromkeys(gone, by_definition(model, gone)), rel=1e-4)
+
+
 def _chosen_by_two() -> Any:
     model = tiny_model("llama")
     depth = planned(model).depth
@@ -300,6 +322,27 @@ def without(model: Any, *gone: str) -> Plan:
     return plan.scored({}, dict.fromkeys(gone, 0.0))
 
 
+def seen_by(model: Any, name: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return what enters a linear, and what leaves each block, [tokens, width]."""
+    seen: list[torch.Tensor] = []
+    hook = model.get_submodule(name).register_forward_pre_hook(lambda _, args: seen.append(args[0].flatten(0, -2)))
+    states = [leaving.flatten(0, 1) for _, leaving in hidden_states(model)]
+    hook.remove()
+    return seen, states
+
+
+def least_squares(
+    weight: torch.Tensor, x: torch.Tensor, missing: torch.Tensor, wanted: torch.Tensor
+) -> tuple[torch.Tensor, float]:
+    """Return the weight that adds what is missing, relative to what is wanted, and the share that it leaves."""
+    counts = 1 / wanted.norm(dim=1, keepdim=True)
+    x, missing = x * counts, missing * counts
+    power = (x.T @ x).diagonal()
+    damping = 0.01 * power[power > 0].mean()  # some neurons of a ReLU are never on
+    change = torch.linalg.solve(x.T @ x + damping * torch.eye(x.shape[1]), x.T @ missing).T
+    return weight + change, float((missing - x @ change.T).square().sum() / missing.square().sum())
+
+
 @pytest.mark.parametrize(("architecture", "last"), [("llama", "mlp.down_proj"), ("gpt2", "mlp.c_proj"), ("opt", "fc2")])
 @pytest.mark.parametrize("first", [1, 2])
 def test_the_block_before_those_that_go_adds_what_least_squares_says_they_would_have_added(architecture, last, first):
@@ -309,26 +352,29 @@ def test_the_block_before_those_that_go_adds_what_least_squares_says_they_would_
     (name, (weight, share)), *others = solved_beside(InMemory(model), without(model, *gone), BATCHES).items()
     assert (name, others) == (f"{home}.{last}", [])
     assert all(torch.equal(x, dense[n]) for n, x in model.state_dict().items())
-    seen: list[torch.Tensor] = []
-    hook = model.get_submodule(name).register_forward_pre_hook(lambda _, args: seen.append(args[0].flatten(0, -2)))
-    after = [states[1].flatten(0, 1) for states in hidden_states(model)]
-    hook.remove()
-    counts = 1 / after[first + len(gone) - 1].norm(dim=1, keepdim=True)
-    missing = (after[first + len(gone) - 1] - after[first - 1]) * counts
-    x = seen[0] * counts
-    power = (x.T @ x).diagonal()
-    damping = 0.01 * power[power > 0].mean()  # some neurons of a ReLU are never on
-    change = torch.linalg.solve(x.T @ x + damping * torch.eye(x.shape[1]), x.T @ missing).T
-    linear = survey(model).linears[name]
-    torch.testing.assert_close(weight, linear.held + change, rtol=1e-6, atol=1e-8)
-    left = (missing - x @ change.T).square().sum() / missing.square().sum()
-    assert share == pytest.approx(float(left), rel=1e-6)
+    (x,), states = seen_by(model, name)
+    wanted = states[first + len(gone) - 1]
+    expected, left = least_squares(survey(model).linears[name].held, x, wanted - states[first - 1], wanted)
+    torch.testing.assert_close(weight, expected, rtol=1e-6, atol=1e-8)
+    assert share == pytest.approx(left, rel=1e-6)
     assert share < 1
 
 
+def test_beside_a_second_gap_what_is_left_after_the_first_is_brought_to_the_dense_hidden_states():
+    model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=6, **SMALL)).eval().double()
+    blocks, plan = find_blocks(model), planned(model).scored({}, {f"model.layers.{i}": 0.0 for i in (2, 4, 5)})
+    (before, (solved, _)), (name, (weight, share)) = solved_beside(InMemory(model), plan, BATCHES).items()
+    _, dense = seen_by(model, name)
+    model.get_submodule(before).weight.data.copy_(solved)
+    with skipped({"model.layers.2": blocks["model.layers.2"]}):
+        (x,), left = seen_by(model, name)
+    expected, rest = least_squares(model.get_submodule(name).weight.data, x, dense[5] - left[3], dense[5])
+    torch.testing.assert_close(weight, expected, rtol=1e-6, atol=1e-8)
+    assert share == pytest.approx(rest, rel=1e-6)
+
+
 def test_of_a_streamed_model_the_same_linears_are_solved_beside_two_gaps(tmp_path: Path) -> None:
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "vocab_size": 128}
-    model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=6, **sizes)).eval()
+    model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=6, **SMALL)).eval()
     model.save_pretrained(tmp_path)
     plan = planned(model).scored({}, {f"model.layers.{i}": 0.0 for i in (2, 4, 5)})
     found = solved_beside(InMemory(model), plan, BATCHES)

@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 from tests.compressx.evaluation.measuring import evaluators as settings
-from tests.compressx.evaluation.measuring import measure, read
+from tests.compressx.evaluation.measuring import measure, plugins, read
 
 import compressx
 from compressx.evaluation.evaluators import evaluate
 from compressx.evaluation.token_perplexity import token_perplexity
 from compressx.models.access import InMemory
+from compressx.plugins.manager import Plugins
+from compressx.prompts.selection import Selecting
 from compressx.runtime.errors import CalibrationError
 from compressx.testing import tiny_model, tiny_tokens
 
@@ -224,6 +226,28 @@ class TestEvaluateCached:
         assert runs(with_tasks)
         monkeypatch.setattr("importlib.metadata.version", lambda name: f"{name} 99")
         assert runs(asked)
+
+    def test_how_prompts_are_shortened_decides_the_key(self, text, tokenizer, model, monkeypatch) -> None:
+        ready = read(settings(token_perplexity=TOKENS), tokenizer, model)
+
+        def runs(*given: Any) -> list[bool]:
+            found = []
+            for _ in range(2):
+                before = model.runs
+                selecting = Selecting.from_python(*given, plugins()) if given else None
+                evaluate(InMemory(model), tokenizer, ready, selecting=selecting, fingerprint="dense")
+                found.append(model.runs > before)
+            return found
+
+        shortened = [
+            ("recent", 8, {}, {}),
+            ("recent", 9, {}, {}),
+            ("recent", 8, {}, {"first": 3}),
+            ("random", 8, {}, {}),
+        ]
+        assert [runs(*given) for given in ((), *shortened)] == [[True, False]] * 5
+        monkeypatch.setattr(Plugins, "code_of", lambda *_: "other code")
+        assert runs(*shortened[0]) == [True, False]
 
     def test_a_damaged_cache_is_measured_anew(self, text: Path, tokenizer: Any, model: Any) -> None:
         asked = settings(token_perplexity=TOKENS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import gguf
@@ -34,10 +35,12 @@ def test_the_weights_are_those_of_the_file_and_not_of_its_namesake_in_the_workin
     assert torch.equal(model.model.layers[BLOCKS - 1].mlp.down_proj.weight, stored)
 
 
-def test_the_license_of_a_file_is_known_without_a_load_and_after_another_took_its_place(checkpoint, tmp_path):
+@pytest.mark.parametrize("longer", [0, 1])
+def test_the_license_of_a_file_is_known_without_a_load_and_after_another_took_its_place(checkpoint, longer, tmp_path):
     assert license_of(checkpoint) == {"license": LICENSE}
     path = tmp_path / "tiny.gguf"
     data = path.read_bytes()
     assert data.count(LICENSE.encode()) == 1
-    path.write_bytes(data.replace(LICENSE.encode(), b"mit-license"[: len(LICENSE)]) + b"\0")
+    path.write_bytes(data.replace(LICENSE.encode(), b"mit-license"[: len(LICENSE)]) + bytes(longer))
+    os.utime(path, ns=(10**18, 10**18 + longer))
     assert values_of(path)["general.license"] == "mit-licens"

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import hashlib
 import itertools
 import json
 import math
 import struct
 import tracemalloc
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from tests.compressx.hostile import packed_digest, safetensors
 
 from compressx.models import packed
 from compressx.models.packed import (
@@ -142,6 +145,40 @@ def test_a_compressed_stream_ends_with_its_last_byte() -> None:
     for other in (exponents[:-1], exponents + b"\0"):  # both have all exponents
         with pytest.raises(ValueError, match="another end"):
             decode(mantissas + other, [len(mantissas), len(other)], kept=kept, elements=1024, size=2)
+
+
+def test_a_stream_is_inflated_no_further_than_its_elements_go() -> None:
+    bomb = zlib.compress(bytes(2**26), 9, -zlib.MAX_WBITS)  # 65 kB
+    tracemalloc.start()
+    with pytest.raises(ValueError, match="another end"):
+        decode(bomb, [len(bomb)], kept=len(bomb) + 1, elements=len(bomb) + 1, size=1)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2**22
+
+
+@pytest.mark.parametrize(
+    ("elements", "piece"),
+    [
+        (packed.PIECE, [packed.PIECE, 2000]),  # more than DEFLATE makes of so many bytes
+        (packed.PIECE, [packed.PIECE - 1, packed.PIECE // 8, 2000]),  # so do the values behind a mask
+        (8, [9, 9]),
+        (2**60, [2**60, 2000]),
+    ],
+)
+def test_a_file_that_claims_more_than_its_bytes_can_hold_is_refused_when_it_is_opened(
+    elements: int, piece: list[int], tmp_path: Path
+) -> None:
+    original = json.dumps({"a": {"dtype": "U8", "shape": [elements], "data_offsets": [0, elements]}})
+    stored = {"a": {"sha256": "0" * 64, "pieces": [piece]}}
+    told = {"format": "packed", "version": 1, "header": original, "tensors": stored}
+    size = sum(piece[1:])
+    header = {"a": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}, "__metadata__": {
+        "compressx": json.dumps({**told, "digest": hashlib.sha256(packed_digest(told, b"")).hexdigest()})}}  # fmt: skip
+    path = tmp_path / "model.packed.safetensors"
+    path.write_bytes(safetensors(header, bytes(size)))
+    with pytest.raises(ArtifactError, match="its metadata describes other bytes of a than there are"):
+        PackedFile(path)
 
 
 def test_a_compressed_stream_with_a_flipped_bit_never_comes_back_as_what_it_was() -> None:
@@ -406,6 +443,18 @@ def test_a_tensor_that_its_difference_would_make_larger_is_packed_by_itself(tmp_
         "another": False,
         "same": True,
     }
+
+
+@pytest.mark.parametrize(
+    "of_base", [torch.float16, torch.float32, torch.int16, torch.Size([4096]), torch.Size([4, 1024])], ids=str
+)
+def test_a_tensor_of_the_base_with_another_dtype_or_shape_is_not_used(of_base: Any, tmp_path: Path) -> None:
+    weight = torch.randn(64, 64).bfloat16()
+    other = weight.to(of_base) if of_base in (torch.float16, torch.float32) else weight.view(of_base)  # the same bits
+    save_file({"weight": other}, tmp_path / "base.safetensors")
+    save_file({"weight": weight}, tmp_path / "model.safetensors")
+    (found,) = round_trip(tmp_path / "model.safetensors", base=base_of(tmp_path / "base.safetensors")).sizes()
+    assert not found.differs
 
 
 def test_a_tensor_of_which_only_the_beginning_is_that_of_the_base_comes_back(

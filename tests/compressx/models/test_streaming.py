@@ -203,6 +203,17 @@ def test_of_two_shards_with_the_same_tensor_the_last_counts_as_in_memory(tmp_pat
         assert block.mlp.up_proj.weight.unique().tolist() == [0.5]
 
 
+def test_of_a_single_file_beside_an_index_of_others_the_single_one_counts_as_in_memory(tmp_path: Path):
+    assert (saved(tmp_path, "llama") / "model.safetensors.index.json").exists()
+    single = tiny_model("llama", seed=1).state_dict()
+    save_file(single, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    checkpoint = Checkpoint(str(tmp_path))
+    assert all(torch.equal(x, single[name]) for name, x in load_model(checkpoint).state_dict().items())
+    streamed = open_streamed(checkpoint)
+    with streamed.materialise("model.layers.1"):
+        assert all(torch.equal(x, single[name]) for name, x in streamed.tensors("model.layers.1").items())
+
+
 def test_a_tensor_that_nothing_reads_is_known_in_memory_and_streamed_alike(tmp_path: Path):
     saved(tmp_path, "llama", shard="1GB")
     path = tmp_path / "model.safetensors"

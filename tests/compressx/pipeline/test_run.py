@@ -311,9 +311,11 @@ def test_what_an_allocation_measures_serves_every_target_of_the_same_rules_and_t
     real = methods.measure
     monkeypatch.setattr(methods, "measure", lambda *a, **k: (measured.append(1), real(*a, **k))[1])
 
-    def allocated(target: float, sparsities: tuple[float, ...] = (0.4, 0.8)) -> RunReport:
-        settings = {"method": "divergence", "samples": 4, "sparsities": list(sparsities), "target": target}
-        return run(recipe(model, {"targets": ["*"], "pruner": "wanda"}, allocation=settings), replace=True)
+    def allocated(target: float, pruner: str = "wanda", seed: int = 0, **changed: Any) -> RunReport:
+        settings = {"method": "divergence", "samples": 4, "sparsities": [0.4, 0.8], "target": target} | changed
+        given = recipe(model, {"targets": ["*"], "pruner": pruner}, allocation=settings)
+        given["calibration"] |= {"seed": seed}
+        return run(given, replace=True)
 
     first, other = allocated(0.5), allocated(0.6)
     assert len(measured) == 1
@@ -321,8 +323,9 @@ def test_what_an_allocation_measures_serves_every_target_of_the_same_rules_and_t
     assert other.sparsity == pytest.approx(0.6, abs=1e-3)
     shutil.rmtree("cache")
     assert allocated(0.6).allocation == other.allocation, "the same as when it is measured"
-    allocated(0.6, sparsities=(0.4, 0.7))
-    assert len(measured) == 3
+    for number, changed in enumerate(({"sparsities": [0.4, 0.7]}, {"pruner": "magnitude"}, {"seed": 1}), start=3):
+        allocated(0.6, **changed)
+        assert len(measured) == number, changed
 
 
 def test_progress_and_hooks_hear_of_every_block_and_of_the_end(model, plugins, monkeypatch):

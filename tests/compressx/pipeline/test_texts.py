@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -194,6 +195,14 @@ class TestGenerated:
         for changed in ({"samples": 9}, {"seed": 4}, {"batch_size": 3}):
             run(with_text(model, {"generate": self.GENERATE["generate"] | changed}), replace=True)
         assert len({json.dumps(json.loads(p.read_text())["value"]) for p in Path("cache/generated").iterdir()}) == 4
+
+    def test_other_weights_write_their_own_text(self, model) -> None:
+        run(with_text(model, self.GENERATE))
+        other = Path(shutil.copytree(model, "other"))
+        tiny_model("llama", seed=1).save_pretrained(other)
+        run(with_text(other, self.GENERATE) | {"output": "of-the-other"})
+        first, other = (json.loads(path.read_text()) for path in Path("cache/generated").iterdir())
+        assert first["value"] != other["value"]
 
     def test_it_is_a_dataset_of_fine_tuning_and_of_a_mixture_too(self, model) -> None:
         text = {"text": str(model.with_name("text.txt"))}

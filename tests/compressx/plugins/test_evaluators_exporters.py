@@ -77,13 +77,14 @@ READS = """\
 
 
 @evaluator
-def test_figures_are_cached_until_the_code_of_their_evaluator_changes(
+def test_figures_are_cached_until_the_code_or_the_options_of_their_evaluator_change(
     package: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COMPRESSX_CACHE", "cache")
-    given, template = recipe(model, HALF, evaluate={"my-own": {}}), package.read_text()
+    template = package.read_text()
 
-    def measured(version: int) -> object:
+    def measured(version: int, **options: str) -> object:
+        given = recipe(model, HALF, evaluate={"my-own": options})
         package.write_text(template.replace("    def evaluate(", READS.replace("VERSION", str(version))))
         sys.modules.pop("compressx_my_own", None)
         return run(given, replace=True).evaluation["dense"]["my-own"]["version"]
@@ -93,6 +94,7 @@ def test_figures_are_cached_until_the_code_of_their_evaluator_changes(
     entry.write_text(entry.read_text().replace('"version": 1', '"version": 9'))
     assert measured(1) == 9, "it is taken from the cache"
     assert measured(2) == 2
+    assert measured(1, text="other") == 1
 
 
 @evaluator

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from compressx.models.access import InMemory
 from compressx.models.architecture import survey
+from compressx.prompts import needles
 from compressx.prompts.frame import text_ids
 from compressx.prompts.needles import CHOOSING, MEASURING, choosing_ids, hidden, model_facts
 from compressx.runtime.errors import CalibrationError
@@ -123,6 +124,15 @@ def test_facts_with_needles_have_the_scores_of_all_blocks_that_can_be_read_at_th
             assert (needle.places.diff() == 1).all()
         assert {len(needle.places) for needle in facts.needles} == {len(fact.sentence) + 1 for fact in CHOOSING}
         assert model_facts(InMemory(model), survey(model), None, 0).needles == ()
+
+
+def test_the_places_of_a_needle_are_its_sentences_among_what_is_scored(either: Any, monkeypatch: Any) -> None:
+    """Each token's score is its id, so that what lies at the places can be read."""
+    monkeypatch.setattr(needles, "read_scores", lambda _access, _found, ids, _wanted: ids[None, None, None].float())
+    model = tiny_model("llama")
+    found = model_facts(InMemory(model), survey(model), either, 1).needles
+    told = [either.decode(needle.scores[0, 0, 0, needle.places].long()) for needle in found]
+    assert told == [f" {fact.sentence}" for fact in CHOOSING for _ in range(3)]
 
 
 def test_tokenizers_and_templates_are_told_apart_by_what_is_hidden_and_asked(tokenizer: Any) -> None:

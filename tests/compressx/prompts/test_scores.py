@@ -267,12 +267,42 @@ def test_of_a_model_that_sees_images_too_the_language_part_is_read() -> None:
     assert closeness(found, torch.stack([expected[block][:, -2:] for block in (0, 2)])) < 1e-5
 
 
-def test_scores_are_scaled_and_capped_as_the_attention_function_is_told() -> None:
-    query, key = (torch.randn(1, heads, 6, 8, generator=torch.Generator().manual_seed(heads)) for heads in (4, 2))
+def scores_of(query: Tensor, key: Tensor, mask: Tensor | None = None, **told: float) -> Tensor:
+    """Return the scores of the last two queries, as an attention function is told to compute them."""
     context = copy_context()
     context.run(_queries.set, 2)
     with pytest.raises(_Read) as read:
-        context.run(_read, nn.Identity(), query, key, key, None, scaling=3.0, softcap=2.0)
-    expected = 3.0 * query[0].double() @ key[0].double().repeat_interleave(2, 0).mT
-    expected = (2.0 * (expected / 2.0).tanh()).masked_fill(torch.ones(6, 6).triu(1).bool(), -torch.inf)
-    torch.testing.assert_close(read.value.scores, expected[:, -2:].float())
+        context.run(_read, nn.Identity(), query, key, key, mask, **told)
+    return read.value.scores
+
+
+def query_and_key() -> tuple[Tensor, Tensor]:
+    query, key = (torch.randn(1, heads, 6, 8, generator=torch.Generator().manual_seed(heads)) for heads in (4, 2))
+    return query, key
+
+
+def products(query: Tensor, key: Tensor) -> Tensor:
+    return query[0].double() @ key[0].double().repeat_interleave(2, 0).mT
+
+
+FUTURE = torch.ones(6, 6).triu(1).bool()
+
+
+def test_scores_are_scaled_and_capped_as_the_attention_function_is_told() -> None:
+    query, key = query_and_key()
+    expected = (2.0 * (3.0 * products(query, key) / 2.0).tanh()).masked_fill(FUTURE, -torch.inf)
+    torch.testing.assert_close(scores_of(query, key, scaling=3.0, softcap=2.0), expected[:, -2:].float())
+
+
+def test_what_a_mask_adds_is_added_for_each_head() -> None:
+    query, key = query_and_key()
+    slopes = torch.arange(4.0)[:, None, None] * -(torch.arange(6)[:, None] - torch.arange(6)).abs()
+    mask = slopes.masked_fill(FUTURE, torch.finfo(torch.float32).min)[None]  # [1, heads, n, n], as ALiBi's
+    expected = (8**-0.5 * products(query, key) + slopes).masked_fill(FUTURE, -torch.inf)
+    torch.testing.assert_close(scores_of(query, key, mask), expected[:, -2:].float())
+
+
+def test_products_of_few_bits_are_summed_in_float32() -> None:
+    query, key = (x.bfloat16() for x in query_and_key())
+    expected = (8**-0.5 * products(query, key)).masked_fill(FUTURE, -torch.inf)
+    torch.testing.assert_close(scores_of(query, key), expected[:, -2:].float())

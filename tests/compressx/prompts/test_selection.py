@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from pydantic import BaseModel
 from tests.compressx.prompts.selectors import EARLY, PROTECT, Chosen, chosen, plugins_with, prompts
 from torch import Tensor
 
 import compressx
-from compressx.api.selector import AttentionRows
+from compressx.api.selector import AttentionRows, ModelFacts
 from compressx.models.access import InMemory
 from compressx.models.architecture import survey
 from compressx.numerics.tokens import pooled
+from compressx.plugins.manager import Plugins
 from compressx.prompts import selection as module
 from compressx.prompts.scores import read_scores
 from compressx.runtime.errors import CalibrationError, CompressxError, PluginError, RecipeError, UnsupportedModelError
@@ -167,6 +170,40 @@ def test_a_choice_of_blocks_is_made_once_for_the_same_weights_options_and_tokeni
     model.model.layers[0].self_attn.q_proj.weight.data.mul_(-1)
     compressx.select_tokens(model, prompts(), **given)
     assert facts == [16] * 4
+
+
+def test_whatever_decides_the_choice_of_blocks_decides_its_key(monkeypatch: pytest.MonkeyPatch, tokenizer: Any) -> None:
+    class Options(BaseModel):
+        seed: int = 0
+
+    looks, code = list[Any](), ["code"]
+    facts = ModelFacts(3, 4, (0, 1, 2), None)
+    monkeypatch.setattr(module, "model_facts", lambda *given: looks.append(given) or facts)
+    monkeypatch.setattr(Plugins, "code_of", lambda *_: code[0])
+    model, offering = tiny_model("llama"), plugins_with(Chosen(), needles=2)
+    offered = offering.offers["token_selectors"]
+    offered["mine"] = replace(offered["mine"], options=Options)
+
+    def looked(**options: int) -> list[bool]:
+        given = {"selector": "mine", "keep": 20, "protect": PROTECT, "tokenizer": tokenizer, "plugins": offering}
+        before = len(looks)
+        compressx.select_tokens(model, prompts(), options=options, **given)
+        first = len(looks)
+        compressx.select_tokens(model, prompts(), options=options, **given)
+        return [first > before, len(looks) > first]
+
+    assert looked() == [True, False]
+    assert looked(seed=1) == [True, False]
+    code[0] = "other code"
+    assert looked() == [True, False]
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}!"
+    assert looked() == [True, False]
+    model.config.rms_norm_eps = 1e-3
+    assert looked() == [True, False]
+    model.model.layers[0].self_attn.q_proj.weight.data.mul_(-1)
+    assert looked() == [True, False]
+    monkeypatch.setattr(module, "code_versions", lambda: {"compressx": "another"})
+    assert looked() == [True, False]
 
 
 def test_a_named_block_takes_no_needles_unless_heads_are_chosen(facts, tokenizer) -> None:
