@@ -9,17 +9,20 @@ import struct
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from gguf import GGUFReader
+from gguf import GGUFEndian, GGUFReader, GGUFWriter
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.compressx import gguf_files
 from tests.compressx.gguf_files import BLOCKS, write_gguf
 
+from compressx.models import gguf_header
 from compressx.models.checkpoint import Checkpoint, find_checkpoint, license_of
 from compressx.models.gguf_header import stored_numbers, values_of
 from compressx.models.loading import load_model, load_skeleton, load_tokenizer
@@ -261,6 +264,19 @@ def test_a_count_that_the_file_cannot_hold_is_refused_at_once(data, tmp_path):
         stored_numbers(at_a_new_time(path))
     assert str(error.value).isprintable()
     assert time.process_time() - before < 2
+
+
+def test_a_header_is_read_no_further_than_any_vocabulary_goes(tmp_path, monkeypatch):
+    path = write_gguf(tmp_path / "tiny.gguf")
+    monkeypatch.setattr(gguf_header, "_MOST_READS", 100)
+    with pytest.raises(ArtifactError, match=r"tiny\.gguf is not a GGUF file"):
+        stored_numbers(at_a_new_time(path))
+
+
+def test_a_whole_file_in_the_other_byte_order_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(gguf_files, "GGUFWriter", partial(GGUFWriter, endianess=GGUFEndian.BIG))
+    with pytest.raises(ArtifactError, match=r"tiny\.gguf: its numbers are in the other byte order"):
+        stored_numbers(write_gguf(tmp_path / "tiny.gguf"))
 
 
 def at_a_new_time(path: Path) -> Path:

@@ -55,7 +55,7 @@ def test_a_key_is_computed_once_whatever_the_order_of_its_parts_and_another_anew
 
 @pytest.mark.parametrize(
     "damage",
-    [b"", b'{"key": {"a": 1}, "val', b"\xff\xfe", b"[]", b'{"key": {"a": 2}, "value": 7}', b"[" * 100_000,
+    [b"", b'{"key": {"a": 1}, "val', b"\xff\xfe", b"[]", b'{"key": {"a": 2}, "value": {"value": 7.0}}', b"[" * 100_000,
      *(b'{"key": {"a": 1}, "value": %s}' % x for x in (b"7", b"null", b"[1]", b'{"value": "1"}', b'{"value": [1]}'))],
 )  # fmt: skip
 def test_a_damaged_file_is_ignored_and_rewritten(tmp_path: Path, damage: bytes) -> None:
