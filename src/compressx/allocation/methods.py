@@ -39,6 +39,8 @@ def allocate(
     progress: Callable[[int, int, str], None] = lambda _done, _total, _note: None,
     keep: Keep = in_memory,
     remembered: Callable[[Callable[[], Curves]], Curves] = lambda compute: compute(),
+    earlier: Mapping[str, Any] = MappingProxyType({}),
+    record: Callable[[Mapping[str, Any]], None] = lambda _: None,
 ) -> tuple[Plan, AllocationReport]:
     """Measure the units of a plan, and set the sparsity of every linear by the method.
 
@@ -51,6 +53,8 @@ def allocate(
         progress: called with the blocks measured, their total, and a note.
         keep: as for `measure`.
         remembered: returns what its argument computes, or what that computed before for the same model, text and rules.
+        earlier: what `record` got last in a run that was interrupted; those units are not measured again.
+        record: called after each block with all that is measured, in JSON types.
 
     Returns:
         The final plan, and a report of measurements and sparsities.
@@ -66,10 +70,10 @@ def allocate(
 
     blocks_done(0)
     if isinstance(settings, OwlAllocation):
-        return _by_outliers(access, plan, settings, units, batches, blocks_done, keep)
+        return _by_outliers(access, plan, settings, units, batches, blocks_done, keep, earlier, record)
 
     def curves() -> Curves:
-        return _curves(access, settings, units, batches, sensitivities, blocks_done, keep)
+        return _curves(access, settings, units, batches, sensitivities, blocks_done, keep, earlier, record)
 
     return _by_divergence(plan, settings, units, remembered(curves))
 
@@ -104,16 +108,20 @@ def _unit_report(unit: Unit, details: Callable[[Unit, float], Mapping[str, Any]]
 def _curves(
     access: Access, settings: DivergenceAllocation | AttentionAware, units: Sequence[Unit], batches: Sequence[Tensor],
     sensitivities: Mapping[str, Tensor], progress: Callable[..., None], keep: Keep,
+    earlier: Curves, record: Callable[[Curves], None],
 ) -> Curves:  # fmt: skip
     """Measure what each sparsity of each unit costs; no target is in it, so it serves all."""
     seen, held_out = _parts(batches, settings.samples)
-    found: dict[str, Sequence[Sequence[float]]] = {}
+    found = dict(earlier)
+    left = [u for u in units if u.linears[0].name not in found]
+    before = len({u.block for u in units if u.block} - {u.block for u in left})
     blocks = measure(
-        access, units, seen, held_out, settings.sparsities, sensitivities, keep,
-        progress=lambda done, windows: progress(0, f"gradients at {done} of {windows} windows"),
+        access, left, seen, held_out, settings.sparsities, sensitivities, keep,
+        progress=lambda done, windows: progress(before, f"gradients at {done} of {windows} windows"),
     )  # fmt: skip
-    for done, block in enumerate(blocks, start=1):
+    for done, block in enumerate(blocks, start=before + 1):
         found |= {m.unit.linears[0].name: [[*m.sparsities], [*m.divergences]] for m in block}
+        record(found)
         progress(done)
     return found
 
@@ -144,13 +152,16 @@ def _by_divergence(
 
 def _by_outliers(
     access: Access, plan: Plan, settings: OwlAllocation, units: Sequence[Unit], batches: Sequence[Tensor],
-    progress: Callable[[int], None], keep: Keep,
+    progress: Callable[[int], None], keep: Keep, earlier: Mapping[str, float],
+    record: Callable[[Mapping[str, float]], None],
 ) -> tuple[Plan, AllocationReport]:  # fmt: skip
     """Choose lower sparsities for blocks with more outliers."""
     windows = torch.cat(tuple(batches))[: settings.samples]
-    ratios: dict[str, float] = {}  # by block
-    for unit, ratio in measure_outliers(access, units, torch.split(windows, len(batches[0])), OUTLIER_THRESHOLD, keep):
+    ratios = dict(earlier)  # by block
+    left = [u for u in units if u.block not in ratios]
+    for unit, ratio in measure_outliers(access, left, torch.split(windows, len(batches[0])), OUTLIER_THRESHOLD, keep):
         ratios[unit.block] = ratio
+        record(ratios)
         progress(len(ratios))
 
     def choose(group: Sequence[Unit], zeros: int) -> list[int]:

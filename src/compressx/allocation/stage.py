@@ -254,7 +254,7 @@ def _measured(state: RunState, settings: Allocation) -> None:
                 final, report = allocate(
                     state.pruned_against, state.plan, settings, batches, state.sensitivities.linears,
                     progress=partial(state.report_progress, "allocate"), keep=keep,
-                    remembered=partial(_remembered, state),
+                    remembered=partial(_remembered, state), earlier=store.measured, record=store.measure,
                 )  # fmt: skip
             finally:
                 shutil.rmtree(store.blocks / "allocation", ignore_errors=True)

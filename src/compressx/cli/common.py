@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import click
 
-from compressx.cli.launch import KEPT, left_to_launcher
+from compressx.cli.launch import GO_ON, left_to_launcher
 
 if TYPE_CHECKING:
     from compressx.plugins.manager import Plugins
@@ -127,9 +127,11 @@ def errors_for_users(command: _Command) -> _Command:
             sys.exit(2)
         except KeyboardInterrupt as stopped:
             word, status = ("terminated", 143) if isinstance(stopped, Terminated) else ("interrupted", 130)
-            left = KEPT.get(command.__name__)
+            if (notes := getattr(stopped, "__notes__", None)) is not None:  # of `noted`
+                kept, go_on = " and ".join(filter(None, reversed(notes))), GO_ON[command.__name__]
+                word += f"; kept: {kept}; {go_on}" if kept else "; nothing was finished, nothing is kept"
             if is_first():
-                click.echo(f"{word}; {left}" if left else word, err=True)
+                click.echo(word, err=True)
             sys.exit(status)
 
     return wrapped  # type: ignore[return-value]

@@ -18,12 +18,8 @@ import click
 
 _Command = TypeVar("_Command", bound=Callable[..., None])
 
-KEPT = {
-    "run": "finished blocks are kept, and --resume continues after them",
-    "sweep": "finished runs and blocks are kept, and the same command continues after them",
-    **dict.fromkeys(("pack", "unpack"), "finished files are kept, and the same command continues"),
-}
-"""What an interrupted command leaves, and how to go on, by the function's name."""
+GO_ON = {"run": "--resume continues", **dict.fromkeys(("sweep", "pack", "unpack"), "the same command continues")}
+"""How to go on after an interrupted command, by the function's name."""
 
 _RUN_ID = "compressx-"
 """How the launch's number begins, by which a process knows that it was started here."""
@@ -60,7 +56,8 @@ def in_processes(command: _Command) -> _Command:
         if processes == 1 or _is_launched():
             command(*args, **kwargs)
         else:
-            sys.exit(launch(_number(processes, kwargs["device"]), KEPT[command.__name__]))
+            told = f"what was finished is kept, and {GO_ON[command.__name__]}"
+            sys.exit(launch(_number(processes, kwargs["device"]), told))
 
     return wrapped  # type: ignore[return-value]
 

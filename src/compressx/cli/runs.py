@@ -154,18 +154,22 @@ def sweep(
     from compressx.cli import terminal
     from compressx.pipeline.sweep import check, grid
     from compressx.report.compare import compare as side_by_side
+    from compressx.report.section import count_of
+    from compressx.runtime.errors import noted
 
     plugins = host.plugins()
     cells = grid(recipe, axes, overrides, output, plugins)
     quiet = quiet or not is_first()
     check(cells, plugins)  # all of them, before the first run
+    done: list[Path] = []
     for number, cell in enumerate(cells, start=1):
-        with terminal.progress(quiet=quiet) as tell:
+        with terminal.progress(quiet=quiet) as tell, noted(lambda: count_of(done, "finished run") if done else ""):
             ran = cell.run(plugins, tell, device, restart=restart)
+        done.append(cell.output)
         if not quiet:
             click.echo(f"[{number}/{len(cells)}] {cell.output}" + ("" if ran else ": finished before"))
     if not is_first():
         return
-    found = side_by_side([cell.output for cell in cells])
+    found = side_by_side(done)
     terminal.show(*found.sections())
     click.echo(f"written to {', '.join(map(str, found.write(cells[0].output.parent)))}")

@@ -185,7 +185,7 @@ def _resumable(folder: Path, *, resume: bool, restart: bool) -> Path | None:
     left = max(found, key=lambda p: (p / STATE).stat().st_mtime, default=None)
     if left is not None and not resume and not restart:
         raise ArtifactError(
-            f"an earlier run for output {folder} was interrupted, and its finished blocks are kept in {left}; continue "
+            f"an earlier run for output {folder} was interrupted, and what it finished is kept in {left}; continue "
             "with --resume, or start over with --restart"
         )
     return left if resume else None

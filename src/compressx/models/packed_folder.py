@@ -25,8 +25,9 @@ from compressx.api.hooks import hookimpl
 from compressx.models.export import model_folder, output_folder, room_for
 from compressx.models.packed import Base, PackedFile, PackedTensor, TensorBytes, layout_of, pack_file
 from compressx.models.shards import check_files, files_in
+from compressx.report.section import count_of
 from compressx.runtime.cache import cache_folder
-from compressx.runtime.errors import ArtifactError, one_line
+from compressx.runtime.errors import ArtifactError, noted, one_line
 from compressx.runtime.files import BLOCKS, STATE, atomic_write, locked, os_errors_named, regular, sha256_of
 
 Progress: TypeAlias = Callable[[int, int, str], None]
@@ -347,7 +348,8 @@ def _resumed(source: Path, output: Path, purpose: Mapping[str, Any]) -> Iterator
                 f"{building} is unfinished and of another command for output {output}; remove it if nothing is to "
                 "continue with it, or name another output with -o"
             )
-        yield building
+        with noted(lambda: count_of(done, "finished file") if (done := [*building.rglob("*.safetensors")]) else ""):
+            yield building
 
 
 class PackedOptions(BaseModel):

@@ -31,7 +31,7 @@ from compressx.recipe.schema import LoadedRecipe, load_recipe, recipe_from_sourc
 from compressx.report import figures, html, markdown
 from compressx.report.compare import read_report
 from compressx.runtime.code import __version__, library_versions
-from compressx.runtime.errors import RecipeError
+from compressx.runtime.errors import RecipeError, noted
 from compressx.runtime.files import atomic_write
 from compressx.runtime.machine import command, machine
 from compressx.runtime.modes import deterministic, reuse_freed_memory, torchs_own_modes
@@ -39,6 +39,7 @@ from compressx.runtime.ranks import Ranks, joined_ranks
 from compressx.runtime.timing import Timing, forget_peaks, peak_gpu_bytes, peak_resident_bytes
 from compressx.stages.log import run_log
 from compressx.stages.state import Progress, RunState
+from compressx.stages.store import kept_in
 
 _REPORT = TypeAdapter(RunReport)
 
@@ -132,13 +133,17 @@ def run(
             loaded_recipe(recipe, overrides, plugins), plugins, where, ranks, log, timing,
             progress if ranks.first else None, measured=ranks.first, replace=replace,
         )  # fmt: skip
-        with deterministic(state.recipe.deterministic, where), memory_advised(state):
+        with deterministic(state.recipe.deterministic, where), memory_advised(state), noted(lambda: _kept(state)):
             if resume and _is_finished_before(state):
                 report = read_report(state.recipe.output) if ranks.first else None
             else:
                 report = _run(state, resume=resume, restart=restart)
         received = ranks.broadcast({} if report is None else dataclasses.asdict(report))
         return _REPORT.validate_python(received) if report is None else report
+
+
+def _kept(state: RunState) -> str:
+    return next(filter(None, map(kept_in, unfinished(state.recipe.output))), "")
 
 
 def _is_finished_before(state: RunState) -> bool:

@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
 
 class CompressxError(Exception):
@@ -118,6 +118,16 @@ def nearest(value: str, valid: Iterable[str], *, cutoff: float = 0.5) -> str:
 def printable(text: str) -> str:
     """Escape unprintable characters but the ends of lines, so that foreign text does nothing to a terminal."""
     return "\n".join(map(one_line, text.split("\n")))
+
+
+@contextlib.contextmanager
+def noted(kept: Callable[[], str]) -> Iterator[None]:
+    """Add a note to an interruption (Ctrl-C, SIGTERM): what is kept of the work, or nothing if none is."""
+    try:
+        yield
+    except KeyboardInterrupt as stopped:
+        stopped.add_note(kept())
+        raise
 
 
 def one_line(text: str) -> str:

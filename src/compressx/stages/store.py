@@ -32,6 +32,7 @@ from compressx.models.blockwise import Keep, Streams, in_memory
 from compressx.models.shards import each, read, write
 from compressx.report.figures import Matrices
 from compressx.report.plots import Pooled
+from compressx.report.section import count_of
 from compressx.runtime.errors import ArtifactError
 from compressx.runtime.files import BLOCKS, STATE, atomic_write, os_errors_named
 from compressx.runtime.ranks import ALONE, Ranks
@@ -54,6 +55,7 @@ ALLOCATED = TypeAdapter(Allocated)
 
 
 _REPORT = TypeAdapter(BlockReport)
+_MEASURED = TypeAdapter(dict[str, float | list[list[float]]])
 _DAMAGE = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
 """What data of other types than a run has written gives while it is read."""
 
@@ -64,6 +66,7 @@ class Store(Protocol):
     Attributes:
         finished: names of the finished blocks, in order.
         allocated: the sparsities that were chosen, or None before that.
+        measured: what an allocation has measured so far, in JSON types; empty when it has chosen.
         scores: of decoder blocks that may be dropped, by name; empty before they are measured.
         chosen: the names of those that are dropped, each with the divergence that it reached.
         blocks: a folder for large temporary files.
@@ -71,12 +74,16 @@ class Store(Protocol):
 
     finished: list[str]
     allocated: Allocated | None
+    measured: Mapping[str, Any]
     scores: Mapping[str, float]
     chosen: Mapping[str, float]
     blocks: Path
 
     def allocate(self, allocated: Allocated) -> None:
         """Keep the chosen sparsities."""
+
+    def measure(self, measured: Mapping[str, Any]) -> None:
+        """Keep what an allocation has measured so far; called by the first process alone."""
 
     def score(self, scores: Mapping[str, float], chosen: Mapping[str, float]) -> None:
         """Keep the scores of decoder blocks, and those that were chosen."""
@@ -114,6 +121,7 @@ class InMemoryStore:
         self.blocks = blocks
         self.finished: list[str] = []
         self.allocated: Allocated | None = None
+        self.measured: Mapping[str, Any] = {}
         self.scores: Mapping[str, float] = {}
         self.chosen: Mapping[str, float] = {}
         self._masks: list[PackedMasks] = []
@@ -121,6 +129,9 @@ class InMemoryStore:
     def allocate(self, allocated: Allocated) -> None:
         """Keep the chosen sparsities."""
         self.allocated = allocated
+
+    def measure(self, measured: Mapping[str, Any]) -> None:
+        """Do nothing: nothing is resumed."""
 
     def score(self, scores: Mapping[str, float], chosen: Mapping[str, float]) -> None:
         """Keep the scores of decoder blocks, and those that were chosen."""
@@ -179,6 +190,7 @@ class Journal:
         self.fingerprint = fingerprint
         self.finished: list[str] = []
         self.allocated: Allocated | None = None
+        self.measured: Mapping[str, Any] = {}
         self.scores: Mapping[str, float] = {}
         self.chosen: Mapping[str, float] = {}
         self._cost, self._since = 0.0, time.perf_counter()  # seconds of the last writing of states, and when it ended
@@ -189,9 +201,14 @@ class Journal:
             left.unlink(missing_ok=True)
 
     def allocate(self, allocated: Allocated) -> None:
-        """Record the chosen sparsities."""
-        self.allocated = allocated
+        """Record the chosen sparsities, in place of what was measured for them."""
+        self.allocated, self.measured = allocated, {}
         self._write()
+
+    def measure(self, measured: Mapping[str, Any]) -> None:
+        """Record what an allocation has measured so far; the other processes wait for what it chooses."""
+        self.measured = measured
+        self._record()()
 
     def score(self, scores: Mapping[str, float], chosen: Mapping[str, float]) -> None:
         """Record the scores of decoder blocks, and those that were chosen."""
@@ -326,6 +343,7 @@ class Journal:
             if any({"/", "\\"} & {*fqn} for fqn in self.finished):  # they name files
                 raise ValueError(f"blocks {self.finished}")
             self.allocated = None if data["allocated"] is None else ALLOCATED.validate_python(data["allocated"])
+            self.measured = _MEASURED.validate_python(data.get("measured", {}))
             self.scores = {str(fqn): float(score) for fqn, score in data["scores"].items()}
             self.chosen = {str(fqn): float(reached) for fqn, reached in data["chosen"].items()}
             spent = {str(stage): float(seconds) for stage, seconds in data["seconds"].items()}
@@ -352,6 +370,7 @@ class Journal:
         data = {
             "fingerprint": self.fingerprint,
             "allocated": None if self.allocated is None else dataclasses.asdict(self.allocated),
+            **({"measured": self.measured} if self.measured else {}),
             "scores": {**self.scores},
             "chosen": {**self.chosen},
             "finished": self.finished,
@@ -376,6 +395,17 @@ def recorded_dtype(folder: Path) -> Any:
         return json.loads((folder / STATE).read_text(encoding="utf-8"))["fingerprint"]["compute_dtype"]
     except (OSError, ValueError, KeyError, TypeError):  # what is damaged is told when the journal is opened
         return None
+
+
+def kept_in(folder: Path) -> str:
+    """Say what an interrupted run has finished in a folder; nothing if there is nothing to resume from."""
+    try:
+        data = json.loads((folder / STATE).read_text(encoding="utf-8"))
+        if measured := data.get("measured"):
+            return f"measurements of {count_of(measured, 'unit')} for the allocation"
+        return count_of(done, "finished block") if (done := data["finished"]) else "the choice of blocks or sparsities"
+    except (OSError, *_DAMAGE):
+        return ""
 
 
 def differing(name: str, was: Any, now: Any) -> Iterator[str]:

@@ -237,7 +237,7 @@ def test_a_run_that_ctrl_c_or_sigterm_ends_goes_on_with_resume(stop, by, word, s
     stop(by)
     done = invoke("--plugin", "stopping", "run", "r.yaml")
     assert (done.exit_code, done.stdout) == (status, "")
-    assert done.stderr.splitlines()[-1] == f"{word}; finished blocks are kept, and --resume continues after them"
+    assert done.stderr.splitlines()[-1] == f"{word}; kept: 1 finished block; --resume continues"
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     assert not Path("out").exists()
     assert "continue with --resume, or start over with --restart" in invoke("run", "r.yaml").stderr
@@ -270,7 +270,7 @@ def test_a_sweep_that_sigterm_ends_goes_on_with_the_same_command(stop):
     sweep = ["--plugin", "stopping", "sweep", "r.yaml", "--grid", "prune.1.sparsity=0.4"]
     done = invoke(*sweep)
     assert (done.exit_code, done.stdout) == (143, "")
-    assert done.stderr.endswith("finished runs and blocks are kept, and the same command continues after them\n")
+    assert done.stderr.endswith("terminated; kept: 1 finished block; the same command continues\n")
     stop(0)
     assert invoke(*sweep).exit_code == 0
 
@@ -281,7 +281,7 @@ def test_a_program_that_sigterm_ends_has_status_143(stop):
     done = compressx("--plugin", "stopping", "run", "r.yaml")
     assert done.returncode == 143
     *lines, last = done.stderr.splitlines()
-    assert last == "terminated; finished blocks are kept, and --resume continues after them"
+    assert last == "terminated; kept: 1 finished block; --resume continues"
     assert " INFO prune 1 of 3  model.layers.0  output error " in lines[-1]
     (log,) = Path().glob(".out.partial-*/run.log")
     assert log.read_text().splitlines()[:-1] == lines

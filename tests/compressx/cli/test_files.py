@@ -158,4 +158,4 @@ def test_ctrl_c_says_that_the_same_command_goes_on(pruned: Path, monkeypatch: py
     monkeypatch.setattr("compressx.models.packed_folder.pack_file", stopped)
     done = invoke("pack", "tiny")
     assert done.exit_code == 130
-    assert done.stderr.strip() == "interrupted; finished files are kept, and the same command continues"
+    assert done.stderr.strip() == "interrupted; nothing was finished, nothing is kept"

@@ -125,7 +125,7 @@ def test_ctrl_c_ends_all_processes(work: Path) -> None:
     _, errors = process.communicate(timeout=60)
     assert time.monotonic() - asked < 40
     assert process.returncode == 130, errors
-    assert "interrupted; finished blocks are kept, and --resume continues after them" in errors
+    assert "interrupted; what was finished is kept, and --resume continues" in errors
 
 
 @pytest.mark.parametrize(
@@ -167,8 +167,8 @@ def test_all_starts_one_process_for_each_gpu(work: Path, monkeypatch: pytest.Mon
     assert invoke("run", "r.yaml", "--device", "cuda", "--processes", "all").exit_code == 0
     assert invoke("sweep", "r.yaml", "--grid", "a=1", "--device", "cuda", "--processes", "2").exit_code == 0
     assert started == [
-        (8, "finished blocks are kept, and --resume continues after them"),
-        (2, "finished runs and blocks are kept, and the same command continues after them"),  # it has no --resume
+        (8, "what was finished is kept, and --resume continues"),
+        (2, "what was finished is kept, and the same command continues"),  # it has no --resume
     ]
 
 

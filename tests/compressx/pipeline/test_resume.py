@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from tests.compressx.depths import THIRD
-from tests.compressx.pipeline.runs import MAGNITUDE, artifacts, leftovers, recipe, stopped
+from tests.compressx.pipeline.runs import MAGNITUDE, artifacts, leftovers, recipe, stopped, stopped_at
 from tests.compressx.saved import save_tiny
 
 from compressx.pipeline.run import run
@@ -76,6 +76,47 @@ def test_a_resumed_run_ends_with_the_files_of_one_that_was_not_interrupted(about
     assert artifacts("out") == artifacts("whole")
     assert report.evaluation["pruned"] != report.evaluation["dense"]
     assert not leftovers()
+
+
+@pytest.mark.parametrize(
+    ("method", "streaming", "left"),
+    [("attention-aware", False, 2), *(pytest.param(*x, marks=pytest.mark.slow) for x in (
+        ("attention-aware", True, 1), ("divergence", False, 3), ("divergence", True, 2), ("owl", False, 2),
+        ("owl", True, 3),
+    ))],
+)  # fmt: skip
+def test_what_an_allocation_has_measured_is_not_measured_again(method, streaming, left, model, monkeypatch):
+    asked = recipe(
+        model, *(OPEN | {"pruner": p, "targets": [t]} for p, t in (("sparsegpt", "*.mlp.*"), ("wanda", "*")))
+    )
+    asked |= {"allocation": {"method": method, "target": 0.5}, "model": {**asked["model"], "streaming": streaming}}
+    state = json.loads((stopped_at(asked, "allocate", left) / "state.json").read_text())
+    assert {name.split(".")[2] for name in state["measured"]} == {str(i) for i in range(left)}
+    told: list[int] = []
+    run(asked, resume=True, progress=lambda stage, done, *_: told.append(done) if stage == "allocate" else None)
+    assert min([done for done in told if done], default=left) >= left
+    monkeypatch.setenv("COMPRESSX_CACHE", str(Path("another").absolute()))  # or what is remembered there were read
+    run({**asked, "output": "whole"})
+    assert artifacts("out") == artifacts("whole")
+
+
+@pytest.mark.parametrize(
+    ("stage", "step", "kept"),
+    [("load", 0, ""), ("calibrate", 0, ""), ("allocate", 0, ""), ("prune", 1, "1 finished block"),
+     ("allocate", 1, "measurements of 1 unit for the allocation"), ("save", 0, "3 finished blocks"),
+     ("prune", 0, "the choice of blocks or sparsities")],
+)  # fmt: skip
+def test_an_interruption_says_what_is_kept_and_no_more(stage, step, kept, model):
+    asked = recipe(model, OPEN, allocation={"method": "divergence", "target": 0.5})
+
+    def progress(name: str, done: int, *_: Any) -> None:
+        if (name, done) == (stage, step):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt) as stopped_here:
+        run(asked, progress=progress)
+    assert stopped_here.value.__notes__ == [kept]
+    assert bool([p for p in leftovers() if (p / "state.json").exists()]) == bool(kept)
 
 
 @pytest.mark.slow
