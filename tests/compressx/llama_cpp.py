@@ -1,7 +1,8 @@
-"""llama.cpp by its wheel `xllamacpp`, in a process of its own: the log-probabilities of the tokens that it writes."""
+"""llama.cpp by its wheel `xllamacpp`, in one process of its own: the log-probabilities of the tokens that it writes."""
 
 from __future__ import annotations
 
+import atexit
 import json
 import subprocess
 import sys
@@ -17,16 +18,40 @@ PROMPT = [10, 20, 30, 40, 50, 60, 11, 12]
 _PROGRAM = """
 import json, sys
 import xllamacpp
-path, prompt, count, n_probs = json.loads(sys.argv[1])
-params = xllamacpp.CommonParams()
-params.model.path, params.n_ctx, params.warmup, params.n_parallel = path, 128, False, 1
-params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
-params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
-asked = {"prompt": prompt, "max_tokens": count, "n_predict": count, "logprobs": n_probs, "temperature": 0.0,
-         "cache_prompt": False, "ignore_eos": True}
-said = xllamacpp.Server(params).handle_completions(asked)["choices"][0]["logprobs"]["content"]
-print("SAID", json.dumps([[x["id"], [[y["id"], y["logprob"]] for y in x["top_logprobs"]]] for x in said]))
+for line in sys.stdin:
+    path, prompt, count, n_probs = json.loads(line)
+    params = xllamacpp.CommonParams()
+    params.model.path, params.n_ctx, params.warmup, params.n_parallel = path, 128, False, 1
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
+    params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
+    asked = {"prompt": prompt, "max_tokens": count, "n_predict": count, "logprobs": n_probs, "temperature": 0.0,
+             "cache_prompt": False, "ignore_eos": True}
+    try:
+        server = xllamacpp.Server(params)
+    except Exception as error:
+        print("SAID", json.dumps(str(error)), flush=True)
+        continue
+    said = server.handle_completions(asked)["choices"][0]["logprobs"]["content"]
+    found = [[x["id"], [[y["id"], y["logprob"]] for y in x["top_logprobs"]]] for x in said]
+    print("SAID", json.dumps(found), flush=True)
+    del server
 """
+
+_running: list[subprocess.Popen[str]] = []
+
+
+def _asked(question: str) -> str:
+    """Ask the process that runs llama.cpp, which is started for the first question and again if it has died."""
+    if not _running or _running[-1].poll() is not None:
+        options = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        _running.append(subprocess.Popen([sys.executable, "-c", _PROGRAM], text=True, **options))
+        atexit.register(_running[-1].kill)
+    process = _running[-1]
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(f"{question}\n")
+    process.stdin.flush()
+    return next((line for line in process.stdout if line.startswith("SAID")), "")
 
 
 def log_probabilities(
@@ -37,11 +62,8 @@ def log_probabilities(
     Returns:
         The tokens that it wrote, and [tokens, vocabulary] log-probabilities; NaN of tokens that it does not list.
     """
-    told = json.dumps([str(path), prompt, count, min(vocabulary, listed)])
-    done = subprocess.run([sys.executable, "-c", _PROGRAM, told], capture_output=True, text=True, check=False)
-    found = [line for line in done.stdout.splitlines() if line.startswith("SAID")]
-    assert found, done.stderr[-3000:]
-    said = json.loads(found[0].removeprefix("SAID"))
+    said = json.loads(_asked(json.dumps([str(path), prompt, count, min(vocabulary, listed)]))[5:] or '"it died"')
+    assert not isinstance(said, str), f"llama.cpp does not load {path}: {said}"
     probabilities = torch.full((len(said), vocabulary), torch.nan)
     for row, (_, top) in zip(probabilities, said, strict=True):
         for token, value in top:

@@ -28,7 +28,7 @@ from compressx.api.hooks import hookimpl
 from compressx.api.patterns import UnitKind, Units
 from compressx.api.projections import head_size
 from compressx.api.pruner import Block
-from compressx.models import gguf_header
+from compressx.models import gguf_header, gguf_settings
 from compressx.models.access import Access
 from compressx.models.architecture import find_blocks, survey, text_config
 from compressx.models.checkpoint import Checkpoint, find_local
@@ -56,10 +56,6 @@ _NOT_COPIED = re.compile(
     r"general\.(architecture|alignment|size_label|file_type|quantization_version)|(split|quantize)\..*"
 )
 """Metadata of the file itself, and what is no longer so."""
-_SAME = ("vocab_size", "hidden_size", "rope_parameters", "sliding_window", "rms_norm_eps", "layer_norm_eps",
-         "layer_norm_epsilon", "norm_epsilon", "norm_eps", "attn_logit_softcapping",
-         "final_logit_softcapping")  # fmt: skip
-"""What a config says and llama.cpp takes from the metadata."""
 _BLOCK_OF = re.compile(r"^blk\.(\d+)\.")
 
 _MOST = 65504.0
@@ -157,15 +153,6 @@ class Like:
         return [] if self.architecture == "deci" else found
 
 
-def _same(ours: Any, theirs: Any) -> bool:
-    """Compare values of configs; numbers of a file are float32."""
-    if isinstance(ours, Mapping) and isinstance(theirs, Mapping):
-        return all(_same(ours.get(key), theirs.get(key)) for key in {*ours, *theirs} if key != "partial_rotary_factor")
-    if isinstance(ours, int | float) and isinstance(theirs, int | float):
-        return math.isclose(ours, theirs, rel_tol=1e-5)
-    return bool(ours == theirs)
-
-
 def refuse_foreign(model: Any, like: Like) -> None:
     """Refuse a GGUF file of another model than the transformers model, which may be smaller and on `meta`.
 
@@ -175,23 +162,17 @@ def refuse_foreign(model: Any, like: Like) -> None:
     ours = text_config(model)
     theirs = text_config(load_skeleton(Checkpoint(str(like.path.parent), like.path.name)))
     kinds = [{"mistral": "llama"}.get(x.model_type, x.model_type) for x in (ours, theirs)]
-    pairs = {"model_type": kinds, **{key: [getattr(x, key, None) for x in (ours, theirs)] for key in _SAME}}
-    told = like.values.get(f"{like.architecture}.attention.key_length")  # transformers does not read it of all
-    pairs["head size"] = [head_size(None, ours), head_size(None, theirs) if told is None else told]
+    sizes = [head_size(None, x) for x in (ours, theirs)]
+    for key, (here, there) in {"model_type": kinds, "head size": sizes}.items():
+        if here != there:
+            raise gguf_settings.foreign(like.path, key, there, here)
+    gguf_settings.refuse_unsayable(ours, theirs, gguf_settings.Header.of(like.path))
     if like.architecture not in FEWER_HEADS and ours.num_attention_heads != theirs.num_attention_heads:
         raise UnsupportedModelError(
             f"format gguf: the model has {ours.num_attention_heads} heads of {theirs.num_attention_heads}, and fewer "
             f"are not written of {like.architecture}; leave kv-groups as they are, or export another format"
         )
     depth = ours.num_hidden_layers
-    layers = [getattr(x, "layer_types", None) or [] for x in (ours, theirs)]
-    pairs["layer_types"] = [x[:depth] if len(x) > 1 and {*layers[0]} != {"full_attention"} else [] for x in layers]
-    for key, (here, there) in pairs.items():
-        if not _same(here, there):
-            raise ArtifactError(
-                f"{like.path} is of another model: its {key} is {there!r:.200}, and {here!r:.200} in the one to "
-                "export; give the GGUF file of the dense model"
-            )
     if depth > (count := theirs.num_hidden_layers):
         raise ArtifactError(f"{like.path} has {count} blocks, and the model to export {depth}; give the dense model's")
 
@@ -333,9 +314,9 @@ class _Places:
 
         self.model, self.like, self.architecture = model, like, architecture
         self.config = text_config(model).to_dict()
-        known: Any = readers.TENSOR_PROCESSORS
-        self._kind = known.get("llama" if architecture == "deci" else like.architecture, readers.TensorProcessor)
         with quiet_libraries(), gguf_header.read_once(like.path):
+            known: Any = readers.TENSOR_PROCESSORS
+            self._kind = known.get("llama" if architecture == "deci" else like.architecture, readers.TensorProcessor)
             mapped = readers.get_gguf_hf_weights_map(
                 model, self._kind(config=self.config), like.architecture, text_config(model).num_hidden_layers
             )
@@ -349,6 +330,9 @@ class _Places:
             for name, source in mapped.items()
         }
         self._refuse_lost()
+        # What scales the queries of a Gemma, and by how much, where llama.cpp divides them by another number.
+        self.queries = {"gemma2": ".attn_q.weight", "gemma3": ".attn_q_norm.weight"}.get(like.architecture, "\0")
+        self.query_factor = 1.0
 
     def _refuse_lost(self) -> None:
         """Refuse tensors of the model without a name in the file, and of the file without one in the model."""
@@ -362,7 +346,7 @@ class _Places:
         keys = {_BLOCK_OF.sub("", name) for name in self.sources}
         head = self.model.get_output_embeddings()
         tied = head is None or head.weight is self.model.get_input_embeddings().weight
-        if "output.weight" not in largest and tied:
+        if "output.weight" not in largest and tied and self.like.architecture not in gguf_settings.OWN_HEAD:
             self.sources.pop("output.weight", None)
         odd = [key for key in keys - {*largest} if key != "output.weight"]
         odd += [key for key in {*largest} - keys if not key.startswith("rope_f")]
@@ -459,6 +443,9 @@ class _Places:
         """
         like, config = self.like, self.config
         shapes = {x.name: x.shape for x in tensors}
+        if scalar := config.get("query_pre_attn_scalar"):
+            theirs = gguf_settings.query_scalar(gguf_settings.Header.of(like.path), len(parts))
+            self.query_factor = math.sqrt(theirs / scalar)
         if each := like.of_each_block:
             if any(shapes.get(name) != shape for name, shape in like.shapes.items()):
                 raise UnsupportedModelError(
@@ -467,6 +454,11 @@ class _Places:
                 )
             return {}
         found: dict[str, Any] = {"block_count": len(parts)}
+        length = like.values.get(f"{like.architecture}.context_length", 0)
+        if (context := gguf_settings.context_of(text_config(self.model), like.architecture) or length) < length:
+            _log.warning("gguf: context_length is %d, the model's window: llama.cpp has none for %s", context,
+                         like.architecture)  # fmt: skip
+            found["context_length"] = context
         of_all: Callable[[list[int]], Any] = list if architecture == "deci" else max
         for key, name in {"": "ffn_down", "expert_": "ffn_down_exps", "expert_shared_": "ffn_down_shexp"}.items():
             widths = [shapes.get(f"blk.{i}.{name}.weight", (0,))[-1] for i in range(len(parts))]
@@ -546,6 +538,8 @@ def _values(access: Access, layout: _Places, tensors: Sequence[_Written]) -> Ite
                     dim, index = x.part.rows[x.source]
                     found = found.index_select(dim, index.to(found.device))
                 values = layout.stored(x.name, found.float().cpu().numpy(), x.shape, x.part)
+                if x.name.endswith(layout.queries):
+                    values = values * layout.query_factor
                 if x.stored not in {"F32", "BF16"} and max(values.max(), -values.min()) > _MOST:
                     raise ArtifactError(f"format gguf: {x.source} has values beyond {_MOST:.0f}, which {x.stored} "
                                         "cannot hold; choose the type BF16")  # fmt: skip

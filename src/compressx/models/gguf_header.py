@@ -33,13 +33,41 @@ def read_once(path: Path) -> Iterator[None]:
         ArtifactError: a header that is damaged, or of no whole language model.
     """
     import gguf
+    from transformers import modeling_gguf_pytorch_utils
 
     _reader(path)  # checked before transformers parses it its own way
     with (
+        patch.dict(modeling_gguf_pytorch_utils.TENSOR_PROCESSORS, {"falcon": _falcon()}),
         patch("gguf.GGUFReader", lambda path: _of_one_size(_reader(path))),
         patch("gguf.get_tensor_name_map", lru_cache(maxsize=1)(gguf.get_tensor_name_map)),
     ):
         yield
+
+
+def _falcon() -> Any:
+    """Return the reader of Falcon's fused matrices, which transformers lacks.
+
+    A file has all queries, all keys, all values; the model a group's queries, its key, its value, then the next group.
+    """
+    from transformers.modeling_gguf_pytorch_utils import GGUFTensor, TensorProcessor
+
+    class Falcon(TensorProcessor):  # type: ignore[misc] # untyped
+        def process(self, weights: np.ndarray, name: str, **_: Any) -> Any:
+            if "attn_qkv" in name:
+                heads, (rows, width) = self.config["num_attention_heads"], weights.shape
+                size = width // heads
+                groups = (rows // size - heads) // 2
+                parts = np.split(weights, [heads * size, (heads + groups) * size])
+                grouped = [x.reshape(groups, -1, size, width) for x in parts]
+                weights = np.concatenate(grouped, axis=1).reshape(rows, width)
+            return GGUFTensor(weights, name, {})
+
+    return Falcon
+
+
+def as_read(path: Path) -> Any:
+    """Return the fields and tensors of a file as transformers is given them."""
+    return _of_one_size(_reader(path))
 
 
 def close(path: Path) -> None:
@@ -50,7 +78,7 @@ def close(path: Path) -> None:
 
 def stored_numbers(path: Path) -> int:
     """Count the numbers in a file's tensors, zeros that are put in for `deci` included."""
-    return sum(math.prod(map(int, x.shape)) for x in _of_one_size(_reader(path)).tensors)
+    return sum(math.prod(map(int, x.shape)) for x in as_read(path).tensors)
 
 
 def values_of(path: Path) -> Mapping[str, Any]:

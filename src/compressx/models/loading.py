@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import logging
 import re
 from collections.abc import Iterable, Iterator
@@ -12,7 +11,7 @@ from typing import Any
 
 import torch
 
-from compressx.models import gguf_header
+from compressx.models import gguf_header, gguf_settings
 from compressx.models.architecture import find_blocks, text_config
 from compressx.models.checkpoint import Checkpoint, explained, local_folder
 from compressx.models.shards import refuse_more_blocks
@@ -52,7 +51,10 @@ def load_skeleton(checkpoint: Checkpoint) -> Any:
     with _reading(checkpoint):
         config = _config(checkpoint)
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, trust_remote_code=checkpoint.trust_remote_code).eval()
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=checkpoint.trust_remote_code).eval()
+        if checkpoint.gguf_file is not None:
+            gguf_settings.refuse_tensors(model, checkpoint.file)
+        return model
 
 
 def load_empty(checkpoint: Checkpoint) -> Any:
@@ -140,7 +142,7 @@ def load_model(checkpoint: Checkpoint) -> Any:
         )  # fmt: skip
         unread = sorted(found["unexpected_keys"])
         if checkpoint.gguf_file is not None:
-            unread += _unread(model, checkpoint.file)
+            unread += gguf_settings.unread(checkpoint.file)
             gguf_header.close(checkpoint.file)
     # transformers would continue with random weights.
     if missing := sorted(found["missing_keys"]):
@@ -155,68 +157,6 @@ def load_model(checkpoint: Checkpoint) -> Any:
     model = (_without_gguf(model) if checkpoint.gguf_file is not None else model).eval()
     model.unread = tuple(unread)
     return model
-
-
-def _unread(model: Any, file: Path) -> list[str]:
-    """Return the tensors of a GGUF file and the keys of its architecture that transformers leaves out.
-
-    A key is not left out if the config has its number anyway, such as the default of a softcap.
-    """
-    from transformers import modeling_gguf_pytorch_utils
-
-    of_transformers: Any = modeling_gguf_pytorch_utils
-    values, config = gguf_header.values_of(file), model.config
-    architecture = values["general.architecture"]
-    named = {name.replace("_", ""): read for name, read in of_transformers.GGUF_CONFIG_MAPPING.items()}
-    if (read := named.get(re.sub("[-_]", "", architecture))) is None:
-        return []  # such as `qwen35`, whose tensors are among the unexpected ones
-    numbers = [config.hidden_size // getattr(config, "num_attention_heads", 1), *config.to_dict().values()]
-    keys = {key.partition(".")[2]: key for key in values if key.startswith(f"{architecture}.")}
-    kind = of_transformers.TENSOR_PROCESSORS.get(architecture, of_transformers.TensorProcessor)
-    mapped = {*of_transformers.get_gguf_hf_weights_map(model, kind(config={})), "rope_freqs.weight"}
-    return [
-        *(k for x, k in keys.items() if not (read.get(x) or x.startswith("rope.scal") or values[k] in numbers)),
-        *(x for x in gguf_header.tensors_of(file) if not {x, x.removesuffix(".weight")} & mapped),
-    ]
-
-
-def _positions_scaled(config: Any, file: Path) -> Any:
-    """Return a config with the scaling of positions of its GGUF file, which transformers leaves out.
-
-    Raises:
-        UnsupportedModelError: it is neither linear nor that of Llama 3.
-    """
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    values, tensors = gguf_header.values_of(file), gguf_header.tensors_of(file)
-    start = f"{values['general.architecture']}.rope.scal"
-    kind, factor, older = (values.get(start + key) for key in ("ing.type", "ing.factor", "e_linear"))
-    factor = float((kind in {None, "linear"} and (factor or older)) or 1)
-    known = {f"{start}{key}" for key in ("ing.factor", "e_linear", "ing.finetuned", "ing.original_context_length")}
-    odd = [k for k, x in values.items() if k.startswith(start) and k not in known and x not in {0, 1, "linear", "none"}]
-    odd += [x for x in tensors if "rope_f" in x and (x != "rope_freqs.weight" or factor != 1)]
-    every = getattr(config, "rope_parameters", None) or {}
-    layer = "full_attention" if "full_attention" in every else None
-    plain = every[layer] if layer else every
-
-    def scaled(rope_type: str, factor: float, **more: float) -> Any:
-        changed, new = copy.deepcopy(config), {**plain, "rope_type": rope_type, "factor": factor, **more}
-        changed.rope_parameters = {**every, layer: new} if layer else new
-        return changed, ROPE_INIT_FUNCTIONS[rope_type](changed, torch.device("cpu"), layer_type=layer)[0]
-
-    factors = torch.tensor(tensors.get("rope_freqs.weight", factor))
-    if not odd and bool((factors != 1).any()) and plain.get("rope_type") != "proportional":  # Gemma 4's default
-        of_llama = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-        made = scaled("linear", factor) if factor != 1 else scaled("llama3", float(factors.max()), **of_llama)
-        if torch.allclose(scaled("linear", 1.0)[1] / factors, made[1], rtol=1e-5, atol=0.0):
-            return made[0]
-        odd = ["rope_freqs.weight"]
-    if odd:
-        raise UnsupportedModelError(
-            f"{file}: {odd[0]} ({values.get(odd[0], 'a tensor')}) scales positions, which is lost when transformers "
-            "reads the file; give the model's folder of safetensors"
-        )
-    return config
 
 
 def untie_own_head(model: Any) -> None:
@@ -350,7 +290,7 @@ def _config(checkpoint: Checkpoint) -> Any:
 
     config = AutoConfig.from_pretrained(checkpoint.location, **checkpoint.arguments)
     if checkpoint.gguf_file is not None:
-        config = _positions_scaled(config, checkpoint.file)
+        config = gguf_settings.completed(config, checkpoint.file)
     if getattr(config, "quantization_config", None):
         raise UnsupportedModelError(
             f"{checkpoint.location} is quantized (its config has a quantization_config); prune the full-precision "

@@ -29,7 +29,7 @@ from compressx.models.loading import load_model, load_skeleton, load_tokenizer
 from compressx.recipe.sources import ModelSource
 from compressx.runtime.errors import ArtifactError, CompressxError
 
-UNREAD = {"llama.attention.scale": 0.5, "llama.expert_weights_scale": 2.5, "llama.logit_softcap": 30.0}
+UNREAD = {"llama.logit_softcap": 30.0, "llama.gated": True}
 
 
 def written(folder: Path, **changes: Any) -> Checkpoint:
@@ -110,12 +110,12 @@ def test_a_file_with_scaled_positions_computes_what_transformers_does_with_them(
 def test_positions_are_scaled_in_the_layers_with_full_attention_alone_where_a_model_has_two_kinds(
     tmp_path, monkeypatch
 ):
-    from compressx.models.loading import _positions_scaled
+    from compressx.models.gguf_settings import Header, _positions_scaled
     from compressx.testing import tiny_model
 
     config = tiny_model("gemma3").config
     before = config.rope_parameters["sliding_attention"]
-    found = _positions_scaled(config, write_gguf(tmp_path / "tiny.gguf", keys=LINEAR))
+    found = _positions_scaled(config, Header.of(write_gguf(tmp_path / "tiny.gguf", keys=LINEAR)))
     assert found.rope_parameters["full_attention"]["factor"] == 4.0
     assert found.rope_parameters["full_attention"]["rope_type"] == "linear"
     assert found.rope_parameters["sliding_attention"] == before
@@ -167,19 +167,21 @@ def test_what_is_not_the_whole_of_a_model_that_can_be_read_is_refused_before_its
     assert str(error.value).isprintable()
 
 
-def test_what_nothing_reads_of_a_file_is_named_unless_the_config_has_its_number(tmp_path):
-    keys = {**UNREAD, "llama.attention.key_length": 16, "llama.gates": [1, 2]}
-    model = load_model(written(tmp_path, keys=keys, tensors={"blk.1.attn_gate.weight": np.ones((4, 4))}))
-    assert sorted(model.unread) == sorted([*UNREAD, "llama.gates", "blk.1.attn_gate.weight"])
+def test_a_key_that_nobody_knows_is_named_and_a_tensor_that_nothing_reads_refused(tmp_path):
+    keys = {**UNREAD, "llama.attention.key_length": 16, "llama.gates": [1, 2], "llama.expert_weights_scale": 0.0}
+    assert sorted(load_model(written(tmp_path, keys=keys)).unread) == sorted([*UNREAD, "llama.gates"])
+    for name in ("blk.1.attn_gate.weight", "blk.0.attn_q.bias", "output.bias"):
+        with pytest.raises(CompressxError, match=f"tensor {name} has no place in LlamaForC|lacks blk.0.attn_k.bias"):
+            load_skeleton(written(tmp_path, tensors={name: np.ones(64)}))
 
 
 def test_a_run_names_what_nothing_reads_once_in_its_log_and_its_report(project):
     from compressx.pipeline.run import run
 
-    checkpoint = written(project, keys=UNREAD, tensors={"blk.1.attn_gate.weight": np.ones((4, 4))})
+    checkpoint = written(project, keys={**UNREAD, "llama.gates": [1, 2], "llama.gate_kind": "x"})
     rules = [{"targets": ["*"], "pruner": "magnitude", "sparsity": 0.5}]
     report = run({"model": {"path": str(checkpoint.file)}, "prune": rules, "output": "out"})
-    assert {*report.unread} == {*UNREAD, "blk.1.attn_gate.weight"}
+    assert {*report.unread} == {*UNREAD, "llama.gates", "llama.gate_kind"}
     log, shown = (Path("out", name).read_text() for name in ("run.log", "report.md"))
     (line,) = [line for line in log.splitlines() if "nothing reads" in line]
     assert "WARNING nothing reads llama." in line
