@@ -325,8 +325,7 @@ def test_the_page_of_models_lists_what_is_written():
     rows = re.findall(r"^\| `([\w-]+)` \| `(\w+)` \| (\w+) \| (\w+) \|$", page, re.MULTILINE)
     said = {True: "yes", False: "no"}
     assert rows == [
-        (name, kind, said[name in FEWER_HEADS], said[name in OWN_WIDTHS])
-        for name, (kind, _) in ARCHITECTURES.items()
+        (name, kind, said[name in FEWER_HEADS], said[name in OWN_WIDTHS]) for name, (kind, _) in ARCHITECTURES.items()
     ]
 
 

@@ -246,6 +246,10 @@ def test_settings_together_are_written_and_read_as_they_are_or_refused(drawn: tu
     assert not wrong(told), (told, more)
 
 
+def test_groups_of_a_fused_matrix_are_put_where_llama_cpp_and_transformers_have_them(tmp_path: Path):
+    assert outcome(tmp_path, "falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}) == "written"
+
+
 def test_a_mistral_is_written_as_llama_with_its_window_as_context(tmp_path: Path):
     from transformers import MistralConfig, MistralForCausalLM
 
