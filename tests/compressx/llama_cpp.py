@@ -62,7 +62,8 @@ def log_probabilities(
     Returns:
         The tokens that it wrote, and [tokens, vocabulary] log-probabilities; NaN of tokens that it does not list.
     """
-    said = json.loads(_asked(json.dumps([str(path), prompt, count, min(vocabulary, listed)]))[5:] or '"it died"')
+    question = json.dumps([str(path.resolve()), prompt, count, min(vocabulary, listed)])
+    said = json.loads(_asked(question)[5:] or '"it died"')
     assert not isinstance(said, str), f"llama.cpp does not load {path}: {said}"
     probabilities = torch.full((len(said), vocabulary), torch.nan)
     for row, (_, top) in zip(probabilities, said, strict=True):
