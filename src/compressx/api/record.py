@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
+
+from compressx.runtime.files import json_text
 
 _Value = TypeVar("_Value")
 
@@ -283,7 +284,7 @@ class RunReport:
 
     def to_json(self) -> str:
         """Return the content of `report.json`."""
-        return json.dumps(dataclasses.asdict(self), indent=1) + "\n"
+        return json_text(dataclasses.asdict(self), indent=1) + "\n"
 
     def measures(self) -> dict[tuple[str, str], float]:
         """Return every number that was measured, by its name and by the model: `dense`, `pruned` or `finetuned`."""

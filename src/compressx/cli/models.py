@@ -24,6 +24,7 @@ from compressx.cli.common import (
     revision_option,
     trust_option,
 )
+from compressx.runtime.files import json_text
 
 if TYPE_CHECKING:
     from compressx.models.packed_folder import Progress, Sizes
@@ -78,7 +79,7 @@ def evaluate(
             progress=lambda done, total: tell("evaluate", done, total, ""),
         )  # fmt: skip
     if as_json:
-        click.echo(json.dumps(figures, indent=1))
+        click.echo(json_text(figures, indent=1))
     else:
         terminal.show(*tables.of_figures(figures))
 
@@ -170,7 +171,7 @@ def inspect(
     with terminal.under_way() as tell:
         found = look(source, masks, base=other, spectrum=spectrum, progress=tell)
     sections = [*tables.of_inspection(found), *(tables.of_packed(found.packed) if found.packed else ())]
-    plain = json.dumps(found.to_dict(), indent=1)
+    plain = json_text(found.to_dict(), indent=1)
     if as_json:
         click.echo(plain)
     else:
@@ -230,7 +231,7 @@ def generate(
     settings = None if selecting is None else selecting.settings
     if as_json:
         section = None if settings is None else settings.model_dump(mode="json")
-        click.echo(json.dumps({**dataclasses.asdict(answer), "select_tokens": section}, indent=1))
+        click.echo(json_text({**dataclasses.asdict(answer), "select_tokens": section}, indent=1))
         return
     click.echo(answer.text)
     if show_kept:
@@ -345,7 +346,7 @@ def bench(
     with terminal.under_way() as tell:
         speeds = timed(sources, asked, progress=tell)
     if as_json:
-        click.echo(json.dumps(speeds.to_dict(), indent=1))
+        click.echo(json_text(speeds.to_dict(), indent=1))
     else:
         terminal.show(*speeds.sections())
     files = [] if output is None else speeds.write(output)  # last, so that no figure is lost if it fails
@@ -366,12 +367,12 @@ def _numbers(option: str, given: tuple[str, ...]) -> list[int]:
     return list(dict.fromkeys(map(int, words)))
 
 
-@click.command(epilog="Example: compressx export runs/one --format gguf --type Q8_0 -o one.gguf")
+@click.command(epilog="Example: compressx export runs/one --like recipe.yaml --type Q8_0 -o one.gguf")
 @click.argument("model")
 @click.option("--format", "name", default="gguf", show_default=True, shell_complete=plugin_names, help="Exporter.")
 @click.option("-o", "--output", type=PATH, required=True, help="New file to write, or folder, as the format has it.")
 @click.option("--type", "kind", help="Of a GGUF file's matrices: F16, BF16, Q8_0, Q5_0, Q5_1, Q4_0 or Q4_1.")
-@click.option("--like", help="GGUF file of the dense model, for metadata and tokenizer; by default the run's model.")
+@click.option("--like", help="GGUF file of the dense model, for metadata and tokenizer, or the recipe that prunes it.")
 @click.option(
     "--set", "options", multiple=True, metavar="OPTION=VALUE", help="An option of the format; may be repeated."
 )
@@ -390,9 +391,11 @@ def export(
     --type and --like are short for --set type=VALUE and --set like=FILE.
     """
     from compressx.cli import terminal
-    from compressx.evaluation.saved import export_saved, source_of
+    from compressx.evaluation.saved import export_saved, gguf_of, source_of
     from compressx.recipe.document import assignments
 
+    if like is not None and Path(like).suffix in {".yaml", ".yml"}:
+        like = str(gguf_of(Path(like)))
     short = {"type": kind, "like": like}
     given = assignments(options) | {key: value for key, value in short.items() if value is not None}
     begin = time.perf_counter()
@@ -465,6 +468,6 @@ def _show(sizes: Sizes, output: Path, seconds: float, *, as_json: bool) -> None:
     from compressx.report.section import Section
 
     if as_json:
-        click.echo(json.dumps({"output": str(output), "seconds": seconds, **sizes.to_dict()}, indent=1))
+        click.echo(json_text({"output": str(output), "seconds": seconds, **sizes.to_dict()}, indent=1))
         return
     terminal.show(*tables.of_packed(sizes), Section(note=f"written to {output} in {seconds:.1f} s"))

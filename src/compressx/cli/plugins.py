@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from compressx.cli.common import PATH, Host, errors_for_users, plugin_names
+from compressx.runtime.files import json_text
 
 if TYPE_CHECKING:
     from compressx.plugins.discovery import PluginRecord
@@ -31,7 +31,7 @@ def plugins(context: click.Context, as_json: bool) -> None:
 
     records = context.obj.plugins(warn=False).records
     if as_json:
-        click.echo(json.dumps([r.as_json() for r in records], indent=1))
+        click.echo(json_text([r.as_json() for r in records], indent=1))
     else:
         terminal.show(*_of_plugins(records))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import click
 
 from compressx.cli.common import PATH, Host, device_option, errors_for_users, is_first, set_option
 from compressx.cli.launch import in_processes
+from compressx.runtime.files import json_text
 
 replace_option = click.option(
     "--replace", is_flag=True, help="Replace another recipe's finished run in the output, and your own files there."
@@ -95,7 +95,7 @@ def plan(
             measured = time_run(state, tell)
     if as_json:
         time = {} if measured is None else {"time": measured.to_dict()}
-        click.echo(json.dumps({**state.plan.to_dict(), **sizes.to_dict(), **time}, indent=1))
+        click.echo(json_text({**state.plan.to_dict(), **sizes.to_dict(), **time}, indent=1))
         return
     terminal.show(*tables.of_plan(state.plan, every=every), *tables.of_sizes(sizes), *tables.of_time(measured))
     if state.plan.linears and (told := tables.full_size(loaded.recipe.output, loaded.recipe)):

@@ -202,12 +202,16 @@ def evaluate(
         measure = functools.partial(evaluator.evaluate, model)
         for name, value in (measure() if key is None else cached(key, measure, "evaluations", _FIGURES)).items():
             earlier = found.get(name, {})
-            if not isinstance(value, Mapping) or not isinstance(earlier, Mapping):
-                if name in found:
-                    raise PluginError(f"evaluator {evaluator.name!r} returned {name!r}, which is measured already")
-                found[name] = value
-            else:
+            if isinstance(value, Mapping) and isinstance(earlier, Mapping):
+                twice = [f"{name} {of}" for of in value if of in earlier]
                 found[name] = {**earlier, **value}
+            else:
+                twice = [name] if name in found else []
+                found[name] = value
+            if twice:
+                raise PluginError(
+                    f"evaluator {evaluator.name!r} returned {twice[0]!r}, which is measured already; leave one out"
+                )
     return found
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -25,12 +23,12 @@ from compressx.evaluation.evaluators import (
 )
 from compressx.masks.maskset import Deviation, MaskSet
 from compressx.models.access import Access, Device, device_for
-from compressx.models.architecture import survey
+from compressx.models.architecture import find_blocks, survey
 from compressx.models.checkpoint import find_checkpoint, keep_settings, local_folder
-from compressx.models.export import output_folder
+from compressx.models.export import SETTINGS, left_out, output_folder
 from compressx.models.loading import load_model, load_skeleton, load_tokenizer
 from compressx.models.packed_folder import needs_base
-from compressx.models.shards import save_model
+from compressx.models.shards import OUTSIDE, save_model
 from compressx.models.streaming import open_model
 from compressx.plugins.kinds import EVALUATOR, EXPORTER
 from compressx.plugins.manager import Plugins
@@ -40,8 +38,9 @@ from compressx.recipe.schema import load_recipe
 from compressx.recipe.sections import SelectTokens
 from compressx.recipe.sources import ModelField, ModelSource, datasets_in, long_form
 from compressx.recipe.validation import Strict, validate_options, validated
-from compressx.runtime.errors import ArtifactError, CompressxError, Mistakes, RecipeError, blamed_on, nearest, one_line
-from compressx.runtime.files import os_errors_named, written_whole
+from compressx.runtime.errors import ArtifactError, Mistakes, RecipeError, blamed_on, nearest, one_line
+from compressx.runtime.files import BLOCKS, os_errors_named
+from compressx.runtime.finite import refuse_damage
 from compressx.runtime.modes import reuse_freed_memory
 
 _SOURCE: TypeAdapter[ModelSource] = TypeAdapter(ModelField)
@@ -180,33 +179,39 @@ def export_saved(
     with blamed_on(f"exporter {name!r}"):
         exporter: Any = spec.build(given)
         file: str | None = getattr(exporter, "loads", None)
-        gguf = _gguf_of(source) if checkpoint.gguf_file is None else checkpoint.file
+        gguf = None if checkpoint.gguf_file is None else checkpoint.file
         if checkpoint.gguf_file is not None and file is None:
             raise ArtifactError(f"{checkpoint.file} is a GGUF file, and {name} is made of a folder of safetensors")
         if hasattr(exporter, "check"):
             exporter.check(PlannedModel(load_skeleton(checkpoint), gguf, tokenizer=tokenizer))
-        folder = Path(checkpoint.location) if checkpoint.gguf_file is not None else local_folder(checkpoint)
+        folder = Path(checkpoint.location)
+        if checkpoint.gguf_file is None:
+            folder = local_folder(checkpoint)
+            local_folder(checkpoint, SETTINGS)  # of the hub, into the same folder
         masks = None if source.path is None else source.path.expanduser() / "masks.safetensors"
         held = MaskSet({}) if masks is None or not masks.is_file() else MaskSet.load(masks)
         access = open_model(checkpoint, source.streaming, device_for("cpu"))
-        finished = FinishedModel(folder, access, tokenizer, held, None, gguf)
-        if file is None:
-            with output_folder(output) as building:
-                told = exporter.export(finished, building)
-            return sum(path.stat().st_size for path in output.rglob("*") if path.is_file()), told
-        with written_whole(output) as beside, TemporaryDirectory(dir=beside.parent, prefix=".compressx-") as building:
-            told = exporter.export(finished, Path(building))
-            Path(building, file).replace(beside)
-        return output.stat().st_size, told
+        left: list[str] = []
+        with output_folder(output, part=f"made/{file or ''}") as building:
+            (building / "made").mkdir()
+            if file is None and source.dtype != "auto":  # then the exporter reads a folder of that dtype
+                folder = building / "dense"
+                for fqn in (OUTSIDE, *find_blocks(access.model)):
+                    with access.materialise(fqn) as module:
+                        refuse_damage(module, fqn)
+                access.save(tokenizer, building / BLOCKS, folder)
+                _, left = keep_settings(checkpoint, folder, card=True)
+            told = exporter.export(FinishedModel(folder, access, tokenizer, held, None, gguf), building / "made")
+            told = told or left_out(map(Path, left))
+    return sum(path.stat().st_size for path in (output, *output.rglob("*")) if path.is_file()), told
 
 
-def _gguf_of(source: ModelSource) -> Path | None:
-    """Return the GGUF file that the run in an output folder has pruned, if it was one and is there."""
-    with contextlib.suppress(CompressxError):  # no recipe there, or its model is gone
-        if source.path is not None:
-            checkpoint = find_checkpoint(load_recipe(source.path.expanduser() / "recipe.yaml").recipe.model)
-            return None if checkpoint.gguf_file is None else checkpoint.file
-    return None
+def gguf_of(recipe: Path) -> Path:
+    """Return the GGUF file that a recipe prunes; it is downloaded if need be."""
+    checkpoint = find_checkpoint(load_recipe(recipe).recipe.model)
+    if checkpoint.gguf_file is None:
+        raise ArtifactError(f"{recipe}: its model {checkpoint.location} is no GGUF file; give one after --like")
+    return checkpoint.file
 
 
 @dataclass(frozen=True)

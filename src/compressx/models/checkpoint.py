@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import re
 import shutil
 import subprocess
 import sys
@@ -17,12 +16,11 @@ import zipfile
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from fnmatch import fnmatch
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from compressx.models.export import model_folder, unfinished
+from compressx.models.export import READ, SETTINGS, copy_files, model_folder, own_files, unfinished, without_links
 from compressx.models.gguf_header import values_of
 from compressx.models.packed import Base
 from compressx.models.packed_folder import base_in, is_packed, needs_base, unpacked
@@ -38,21 +36,16 @@ from compressx.runtime.errors import (
     nearest,
     one_line,
 )
-from compressx.runtime.files import atomic_write, os_errors_named, regular, sha256_of, written_whole
+from compressx.runtime.files import atomic_write, regular, sha256_of, written_whole
 from compressx.runtime.quiet import quiet_libraries
 
 _PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt")
 
-_SETTINGS = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.vocab", "*.bpe", "*.spm", "*.py", "*.md",
-             "LICENSE", "NOTICE", "COPYING")  # fmt: skip
-"""Files that transformers and vLLM read beside weights, and notices; never a pickle."""
 _REPLACED = frozenset((
     "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "chat_template.jinja",
 ))  # fmt: skip
 """What is copied over what transformers has saved."""
-_NOT_KEPT = re.compile(r"\..*|README\.md|params\.json|.*\.index\.json|model(-\d+-of-\d+)?\.safetensors")
-"""Hidden files, the card and weights, which are written anew, and what describes weights in other formats."""
 
 
 @dataclass(frozen=True)
@@ -132,17 +125,18 @@ def local_folder(checkpoint: Checkpoint, wanted: tuple[str, ...] = ("*.safetenso
     with quiet_libraries(), explained(checkpoint):
         where, revision, others = checkpoint.location, checkpoint.revision, ["*/*", "consolidated*"]  # other formats
         folder = Path(snapshot_download(where, revision=revision, allow_patterns=[*wanted], ignore_patterns=others))
-        if wanted != _SETTINGS and any(folder.glob("model*.safetensors")):  # else transformers says what there is
+        _refuse_adapter(folder)
+        if wanted != SETTINGS and any(folder.glob("model*.safetensors")):  # else transformers says what there is
             check_files(folder)
         return folder
 
 
-def keep_settings(checkpoint: Checkpoint, folder: Path) -> tuple[list[str], list[str]]:
+def keep_settings(checkpoint: Checkpoint, folder: Path, *, card: bool = False) -> tuple[list[str], list[str]]:
     """Copy what else stands in a checkpoint's folder beside its saved weights: settings, code, notices.
 
-    Copied byte for byte are the regular files of `_SETTINGS` that saving has not written, generation settings and the
-    tokenizer's files, since transformers may save another tokenizer. A link may lead to the hub's blobs, but not out of
-    the folder otherwise. Of a GGUF file's folder nothing is copied.
+    Copied byte for byte are `own_files` that saving has not written, generation settings and the tokenizer's files,
+    since transformers may save another tokenizer; without `card` not the card, which is written anew. Of a GGUF file's
+    folder nothing is copied.
 
     Returns:
         The names of what was copied, and of what was left out.
@@ -150,26 +144,48 @@ def keep_settings(checkpoint: Checkpoint, folder: Path) -> tuple[list[str], list
     Raises:
         ArtifactError: a file that cannot be downloaded, read or written.
     """
-    copied: list[str] = []
-    left: list[str] = []
     if checkpoint.gguf_file is not None:
-        return copied, left
-    source = local_folder(checkpoint, _SETTINGS).resolve()
-    inside = (source, source.parents[1] / "blobs" if source.parent.name == "snapshots" else source)
-    with os_errors_named(f"copy the settings of {source} to", folder):
-        for path in sorted(source.iterdir()):
-            target = folder / path.name
-            if _NOT_KEPT.fullmatch(path.name) or (target.exists() and path.name not in _REPLACED):
-                continue
-            regular = path.is_file() and any(path.resolve().is_relative_to(parent) for parent in inside)
-            kept = regular and path.stat().st_size < 2**27 and any(fnmatch(path.name, x) for x in _SETTINGS)
-            (copied if kept else left).append(path.name)
-            if kept:
-                shutil.copyfile(path, target)
-        if "tokenizer.json" in copied and not (folder / "additional_chat_templates").exists():
-            for name in _REPLACED - {*copied, "generation_config.json"}:  # not of this folder
-                (folder / name).unlink(missing_ok=True)
-    return copied, left
+        return [], []
+    kept, left = own_files(source := local_folder(checkpoint, SETTINGS))
+    named = {path.relative_to(source): path for path in kept if card or path.name != "README.md"}
+    copied = {str(x): path for x, path in named.items() if x.name in _REPLACED or not (folder / x).exists()}
+    copy_files({folder / x: path for x, path in copied.items()})
+    if "tokenizer.json" in copied and not (folder / "additional_chat_templates").exists():
+        for name in _REPLACED - {*copied, "generation_config.json"}:  # not of this folder
+            (folder / name).unlink(missing_ok=True)
+    _keep_older_keys(source / "config.json", folder, trust_remote_code=checkpoint.trust_remote_code)
+    return [*copied], [path.name for path in left]
+
+
+def _keep_older_keys(source: Path, folder: Path, *, trust_remote_code: bool) -> None:
+    """Add to a saved config the keys of its source that transformers 5 renames, and transformers 4 reads.
+
+    Such as `rope_theta`, of which `rope_parameters` are made. None are added if they change what is read.
+    """
+    from transformers import AutoConfig
+
+    def read() -> Any:
+        with quiet_libraries(), contextlib.suppress(Exception):  # which the loading of the result would tell
+            return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code).to_dict()
+
+    path = folder / "config.json"
+    if not (source.is_file() and path.is_file()):
+        return
+    saved, before = path.read_text("utf-8"), read()
+    written = _joined(json.loads(source.read_text("utf-8")), json.loads(saved))
+    atomic_write(path, (json.dumps(written, indent=2, sort_keys=True) + "\n").encode())
+    if read() != before:
+        atomic_write(path, saved.encode())
+
+
+def _joined(older: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
+    """Return what is saved with the keys that only the older config has; `torch_dtype` is the saved dtype."""
+    joined = {
+        key: _joined(older[key], value) if isinstance(value, dict) and isinstance(older.get(key), dict) else value
+        for key, value in saved.items()
+    }
+    dtype = {"torch_dtype": saved["dtype"]} if "torch_dtype" in older and "dtype" in saved else {}
+    return {**{key: value for key, value in older.items() if not key.startswith("_")}, **joined, **dtype}
 
 
 @contextlib.contextmanager
@@ -252,6 +268,7 @@ def _local_path(source: ModelSource) -> Path:
     if path.is_dir():
         for file in path.iterdir():  # of which transformers opens many
             regular(file)
+        without_links(path, names=READ)  # what is read is also written, such as a template
         check_files(path)
         _refuse_wrapped(path)
     return path
@@ -286,6 +303,16 @@ def _refuse_wrapped(folder: Path) -> None:
         )
 
 
+def _refuse_adapter(folder: Path) -> None:
+    """Refuse an adapter, with which transformers would load the base model that it names."""
+    if (folder / "adapter_config.json").is_file():
+        raise UnsupportedModelError(
+            f"model folder {folder} is a PEFT adapter (adapter_config.json); merge it into its base model first, with "
+            "AutoPeftModelForCausalLM.from_pretrained(ADAPTER).merge_and_unload().save_pretrained(FOLDER), then give "
+            "FOLDER"
+        )
+
+
 def find_local(given: Path) -> Path:
     """Return a .gguf file, or the folder of a safetensors model, also a packed one or that of an output folder.
 
@@ -303,12 +330,7 @@ def find_local(given: Path) -> Path:
             raise UnsupportedModelError(f"{path}: expected a folder with safetensors or a .gguf file")
         return path.resolve()
     path = model_folder(path)
-    if (path / "adapter_config.json").is_file():
-        raise UnsupportedModelError(
-            f"model folder {path} is a PEFT adapter (adapter_config.json); merge it into its base model first, with "
-            "AutoPeftModelForCausalLM.from_pretrained(ADAPTER).merge_and_unload().save_pretrained(FOLDER), then give "
-            "FOLDER"
-        )
+    _refuse_adapter(path)
     if not (path / "config.json").is_file():
         raise ArtifactError(f"model folder {path} has no config.json; expected a folder written by save_pretrained")
     if not any(path.glob("*.safetensors")):

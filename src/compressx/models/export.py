@@ -3,24 +3,101 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Literal
 
 from compressx.api.exporter import ExporterSpec, FinishedModel
 from compressx.api.hooks import hookimpl
 from compressx.api.pruner import NoOptions
-from compressx.runtime.errors import ArtifactError
-from compressx.runtime.files import BLOCKS, STATE, locked, os_errors_named, sync, sync_tree
+from compressx.models.shards import INDEX, check_files
+from compressx.runtime.errors import ArtifactError, one_line
+from compressx.runtime.files import BLOCKS, STATE, locked, os_errors_named, regular, sync, sync_tree
 
 _WRITTEN = frozenset((
     "model", "masks.safetensors", "units.json", "recipe.yaml", "plan.json", "report.json", "report.html", "report.md",
     "plots", "run.log", "exports", STATE, BLOCKS, ".DS_Store",
 ))  # fmt: skip
 """What a run, or a Mac that shows it, writes into an output folder; what else is there is somebody's own."""
+
+READ = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.vocab", "*.bpe", "*.spm", "*.py")
+"""Files that transformers and vLLM read beside weights; never a pickle."""
+SETTINGS = (*READ, "*.md", "LICENSE", "NOTICE", "COPYING")
+"""The same, and notices."""
+_TEMPLATES = "additional_chat_templates"
+_NOT_OWN = re.compile(r"\..*|params\.json|.*\.index\.json|model(-\d+-of-\d+)?(\.packed)?\.safetensors")
+"""Hidden files, weights, and what describes weights, also in other formats."""
+
+
+def own_files(folder: Path, weights: Collection[Path] = ()) -> tuple[list[Path], list[Path]]:
+    """Return what goes along when a model's folder, or an output folder, is copied, and what else it has.
+
+    Of a model these are its `weights`, as given, settings, code and notices; of an output folder what a run wrote. They
+    are regular files, and no link leads out of the folder but to the hub's blobs. Hidden files and other weights are in
+    neither list.
+
+    Raises:
+        ArtifactError: a folder that cannot be listed.
+    """
+    home, model, folders = folder.resolve(), model_folder(folder), [folder]
+    kept, left = list[Path](), list[Path]()
+    with os_errors_named("look into", folder):
+        for path in (path for at in folders for path in sorted(at.iterdir())):
+            of_model, own = model in path.parents, path in weights
+            if not own and (_NOT_OWN.fullmatch(path.name) if of_model else path.name.startswith(".")):
+                continue
+            if of_model and path.is_dir():
+                own = path.name == _TEMPLATES
+            elif of_model:
+                named = any(fnmatch(path.name, x) for x in SETTINGS)
+                own = own or (named and path.is_file() and path.stat().st_size < 2**27)
+            else:
+                own = path.relative_to(folder).parts[0] in _WRITTEN
+            if own and path.is_dir() and not path.is_symlink():
+                folders.append(path)
+            else:
+                (kept if own and path.is_file() and _stays(path, home) else left).append(path)
+    return kept, left
+
+
+def _stays(path: Path, home: Path) -> bool:
+    """Return whether a file is in a folder, or what a link leads to in it or a blob of the same model in the cache."""
+    end = Path(os.path.realpath(path))
+    if home.parent.name == "snapshots" and end.parent == home.parents[1] / "blobs":
+        return True
+    return end.is_relative_to(home) and not any(x.startswith(".") for x in end.relative_to(home).parts)
+
+
+def without_links(
+    folder: Path, weights: Collection[Path] = (), names: Iterable[str] = ("*",)
+) -> tuple[list[Path], list[Path]]:
+    """Return `own_files`, unless an `ArtifactError` says which of the others with such names is a link or the like."""
+    kept, left = own_files(folder, weights)
+    for path in (path for path in left if any(fnmatch(path.name, x) for x in names)):
+        if path.is_symlink():
+            told = f"{path} is a link to {os.path.realpath(path)}, expected a file in {folder}"
+            raise ArtifactError(one_line(f"{told}; put a copy there, or remove the link"))
+        regular(path)
+    return kept, left
+
+
+def copy_files(sources: Mapping[Path, Path]) -> None:
+    """Copy files, each to its key; an `ArtifactError` names one that cannot be read or written."""
+    for target, path in sources.items():
+        with os_errors_named(f"copy {path} to", target):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, target)
+
+
+def left_out(left: Iterable[Path]) -> str | None:
+    """Say in words what of a folder does not go along with its model, if anything."""
+    names = ", ".join(ascii(path.name) for path in left)
+    return f"left out {names}, no files of a model" if names else None
 
 
 def model_folder(folder: Path) -> Path:
@@ -105,7 +182,7 @@ def check_unfinished(target: Path, *, resume: bool = False, restart: bool = Fals
 
 @contextmanager
 def output_folder(
-    target: Path, *, resume: bool = False, restart: bool = False, replace: bool = False
+    target: Path, *, resume: bool = False, restart: bool = False, replace: bool = False, part: str = ""
 ) -> Iterator[Path]:
     """Yield a folder to fill, which becomes `target` when the block ends without an exception.
 
@@ -118,6 +195,7 @@ def output_folder(
         resume: continue with the folder of an interrupted run, if there is one.
         restart: remove such a folder.
         replace: also replace files that no run wrote.
+        part: the file or folder in it that becomes `target`; by default all of it.
 
     Raises:
         ArtifactError: as for `check_output` and `check_unfinished`; folders cannot be created, renamed or flushed to
@@ -137,11 +215,12 @@ def output_folder(
                 sync_tree(building)
                 if folder.exists():
                     folder.rename(earlier)
-                building.rename(folder)
-                forget_blocks(folder)  # only now: until the rename, a later call may resume from them
+                (building / part).rename(folder)
+                if not part:
+                    forget_blocks(folder)  # only now: until the rename, a later call may resume from them
                 sync(folder.parent)
         finally:
-            # After success only `earlier` is left to remove. After a failure remove `building` and restore `earlier`.
+            # After success `earlier` is left to remove, and what is beside `part`; after a failure restore `earlier`.
             if not (building / STATE).exists():
                 shutil.rmtree(building, ignore_errors=True)
             _settle(earlier, folder)
@@ -253,10 +332,14 @@ def _remove(folder: Path) -> None:
 class SafetensorsExporter:
     """Writes what a run has written for itself."""
 
-    def export(self, model: FinishedModel, folder: Path) -> None:
+    def export(self, model: FinishedModel, folder: Path) -> str | None:
         """Copy the model, unless it is there already."""
-        if folder != model.folder:
-            shutil.copytree(model.folder, folder, dirs_exist_ok=True)
+        if folder == model.folder:
+            return None
+        weights = [model.folder / name for name in (*check_files(model.folder), INDEX)]
+        kept, left = without_links(model.folder, weights)
+        copy_files({folder / path.relative_to(model.folder): path for path in kept})
+        return left_out(left)
 
 
 @hookimpl

@@ -130,7 +130,8 @@ class Like:
         if path is None:
             raise ArtifactError(
                 "format gguf takes metadata and tokenizer from a GGUF file of the dense model; name it as like: FILE "
-                "under options, or after --like; llama.cpp's convert_hf_to_gguf.py makes it from the model's folder"
+                "under options, or after --like, or there a recipe that prunes it; llama.cpp's convert_hf_to_gguf.py "
+                "makes it from the model's folder"
             )
         if path.expanduser().is_dir():
             raise ArtifactError(f"like: {path} is a folder; give a GGUF file of the dense model")

@@ -15,7 +15,7 @@ from compressx.models import gguf_header, gguf_settings
 from compressx.models.architecture import find_blocks, text_config
 from compressx.models.checkpoint import Checkpoint, explained, local_folder
 from compressx.models.shards import refuse_more_blocks
-from compressx.runtime.errors import ArtifactError, UnsupportedModelError
+from compressx.runtime.errors import ArtifactError, UnsupportedModelError, one_line
 from compressx.runtime.quiet import quiet_libraries
 
 _log = logging.getLogger(__name__)
@@ -127,6 +127,7 @@ def load_model(checkpoint: Checkpoint) -> Any:
     with _reading(checkpoint):
         if checkpoint.gguf_file is None:
             local_folder(checkpoint)  # of the hub it is checked there before it is read
+            _config(checkpoint)
             given: dict[str, Any] = {"use_safetensors": True}
         else:
             given = {"config": (skeleton := load_skeleton(checkpoint)).config}
@@ -296,6 +297,13 @@ def _config(checkpoint: Checkpoint) -> Any:
             f"{checkpoint.location} is quantized (its config has a quantization_config); prune the full-precision "
             "model, then quantize"
         )
+    for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
+        kernels = str(getattr(part, "_attn_implementation", None))
+        if kernels not in {"None", "eager", "sdpa", "flex_attention"}:  # others transformers may fetch, and run
+            raise UnsupportedModelError(
+                f"{checkpoint.location}: config.json asks for attn_implementation {one_line(kernels):.80}, expected "
+                "eager or sdpa; remove it there: it is not part of the model"
+            )
     _refuse_encoder(checkpoint, config)
     return config
 

@@ -523,24 +523,17 @@ class PackedFile:
                 if digest.hexdigest() != entry.stored.sha256:
                     raise _damaged(self.path, f"{entry.tensor.name} does not have its sha256")
 
-    def is_of(self, original: Path, base: Base | None = None) -> bool:
-        """Return whether a file is the original, by header and sha256 of each tensor, and a base that of the packing.
+    def is_of(self, original: Path) -> bool:
+        """Return whether a file is the original, by header and sha256 of each tensor.
 
         Raises:
-            ArtifactError: the file cannot be read, or is not a safetensors file; the base lacks a tensor.
+            ArtifactError: the file cannot be read, or is not a safetensors file.
         """
         found = layout_of(original)
         if found.header != self._header:
             return False
         with opened(original) as file:
-            same = all(sha256_of(file, found.start, entry.tensor) == entry.stored.sha256 for entry in self._entries)
-        if base is not None and same:
-            self.check_base(base)
-            for tensor, stored, *_ in (entry for entry in self._entries if entry.stored.base is not None):
-                path, start, place = base.tensors[tensor.name]
-                with opened(path) as file:
-                    same = same and sha256_of(file, start, place) == stored.base
-        return same
+            return all(sha256_of(file, found.start, entry.tensor) == entry.stored.sha256 for entry in self._entries)
 
     def _decoded(self, file: BinaryIO, entry: _Entry) -> Iterator[Elements]:
         """Yield the elements of a tensor, piece by piece."""

@@ -2,7 +2,7 @@
 
 `X.safetensors` becomes `X.packed.safetensors`, and the index `X.safetensors.index.json` becomes
 `X.packed.safetensors.index.json`. So nothing takes packed files for a model: transformers finds no `model.safetensors`.
-Every other file is copied, hidden ones excepted.
+What else goes along is `export.own_files`.
 """
 
 from __future__ import annotations
@@ -10,10 +10,9 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -22,13 +21,12 @@ from pydantic import BaseModel, Field
 
 from compressx.api.exporter import ExporterSpec, FinishedModel
 from compressx.api.hooks import hookimpl
-from compressx.models.export import model_folder, output_folder, room_for
+from compressx.models.export import copy_files, left_out, model_folder, output_folder, room_for, without_links
 from compressx.models.packed import Base, PackedFile, PackedTensor, TensorBytes, layout_of, pack_file
 from compressx.models.shards import check_files, files_in
-from compressx.report.section import count_of
 from compressx.runtime.cache import cache_folder
-from compressx.runtime.errors import ArtifactError, noted, one_line
-from compressx.runtime.files import BLOCKS, STATE, atomic_write, locked, os_errors_named, regular, sha256_of
+from compressx.runtime.errors import ArtifactError, one_line
+from compressx.runtime.files import BLOCKS, STATE, locked, os_errors_named, regular, sha256_of
 
 Progress: TypeAlias = Callable[[int, int, str], None]
 """Called with the number of finished weight files, their number, and the name of the next."""
@@ -108,7 +106,7 @@ def sizes_of(folder: Path) -> Sizes:
 def pack_folder(
     source: Path, output: Path, *, compress: bool = True, base: Base | None = None, progress: Progress | None = None
 ) -> Sizes:
-    """Pack a model's folder, or an output folder with one. Weight files that an interrupted call finished are kept.
+    """Pack a model's folder, or an output folder with one.
 
     Raises:
         ArtifactError: an existing output, a folder that is packed or holds no complete safetensors model, a base that
@@ -120,9 +118,9 @@ def pack_folder(
     plain = _plain_files(model_folder(source))
     if base is not None:
         _check_common(plain, base)
-    purpose = {"pack": str(source.resolve()), "compress": compress, "base": base and str(base.folder.resolve())}
-    with _resumed(source, output, purpose) as building:
-        _pack(plain, source, building, compress, base, progress)
+    with _new(source, output) as building:
+        if left := _pack(plain, source, building, compress, base, progress):
+            _log.warning("%s: %s", source, left)
     return sizes_of(output)
 
 
@@ -143,12 +141,13 @@ def _check_common(plain: list[Path], base: Base) -> None:
 
 def _pack(
     plain: list[Path], source: Path, building: Path, compress: bool, base: Base | None, progress: Progress | None = None
-) -> None:
-    """Fill a folder with the packed files of another one."""
-    _copy(source, building, {*plain}, _PLAIN, _PACKED)
+) -> str | None:
+    """Fill a folder with the packed files of another one, and say what is left out."""
+    others, left = _others(source, building, plain, _PLAIN, _PACKED)
+    copy_files(others)
     for path, target in _each(plain, source, building, _PLAIN, _PACKED, progress):
-        if not _is_pair(target, path, base):
-            pack_file(path, target, compress=compress, base=base)
+        pack_file(path, target, compress=compress, base=base)
+    return left
 
 
 def _plain_files(model: Path) -> list[Path]:
@@ -162,7 +161,7 @@ def _plain_files(model: Path) -> list[Path]:
 
 
 def unpack_folder(source: Path, output: Path, *, base: Base | None = None, progress: Progress | None = None) -> Sizes:
-    """Restore what `pack_folder` packed, weight files byte for byte. Those that an interrupted call finished are kept.
+    """Restore what `pack_folder` packed, weight files byte for byte.
 
     Raises:
         ArtifactError: an existing output, a folder that is not packed, a missing or damaged file, another base than it
@@ -172,21 +171,18 @@ def unpack_folder(source: Path, output: Path, *, base: Base | None = None, progr
         raise ArtifactError(
             f"{source} is not packed: {model_folder(source)} has no *{_PACKED}, as compressx pack writes"
         )
-    return _unpack(source, output, str(source.resolve()), base, progress)
-
-
-def _unpack(source: Path, output: Path, what: str, base: Base | None, progress: Progress | None = None) -> Sizes:
-    """Do as `unpack_folder`, going on with an interrupted call that was also of `what`."""
     sizes = sizes_of(source)  # before anything is written, every header is read
     packed = _packed_files(model_folder(source))
     _check_base(source, [PackedFile(path) for path in packed], base)
     if sizes.bytes > (free := room_for(output)[1]):  # of zeros a small file can hold any number
         raise ArtifactError(f"{source} unpacked takes {sizes.bytes} bytes, {output} can have {free}; free some space")
-    with _resumed(source, output, {"unpack": what}) as building:
-        _copy(source, building, {*packed}, _PACKED, _PLAIN)
+    with _new(source, output) as building:
+        others, left = _others(source, building, packed, _PACKED, _PLAIN)
+        if left:
+            _log.warning("%s: %s", source, left)
+        copy_files(others)
         for path, target in _each(packed, source, building, _PACKED, _PLAIN, progress):
-            if not _is_pair(path, target):
-                PackedFile(path).unpack(target, base=base)
+            PackedFile(path).unpack(target, base=base)
     return sizes
 
 
@@ -219,27 +215,26 @@ def unpacked(folder: Path, base: Base | None = None) -> Path:
                 shutil.rmtree(target, ignore_errors=True)  # somebody removed or changed a part of it
                 size = sum(file.original_bytes for file in files)
                 _log.info("unpacking %s into %s, %.2f GB", folder, target, size / 1e9)
-                _unpack(folder, target, target.name, base)  # the same content may be elsewhere than when it was begun
+                unpack_folder(folder, target, base=base)
     return target
 
 
 def _key(folder: Path, files: list[PackedFile]) -> str:
     """Name a folder by its content."""
     digest = hashlib.sha256(json.dumps([[file.path.name, file.digest] for file in files]).encode())
-    packed = {file.path for file in files}
-    for path in sorted(_copied(folder)):
-        if path not in packed:
-            digest.update(json.dumps([path.relative_to(folder).as_posix(), sha256_of(path)]).encode())
+    for path in _others(folder, folder, [file.path for file in files], _PACKED, _PLAIN)[0].values():
+        digest.update(json.dumps([path.relative_to(folder).as_posix(), sha256_of(path)]).encode())
     return digest.hexdigest()[:32]
 
 
 def _is_whole(target: Path, folder: Path, files: list[PackedFile]) -> bool:
     """Return whether a copy has the files of a folder and no others, by their sha256; sizes and times prove nothing."""
     weights = dict(_each([file.path for file in files], folder, target, _PACKED, _PLAIN, None))
-    others = _others(folder, target, weights, _PACKED, _PLAIN)
+    others, _ = _others(folder, target, weights, _PACKED, _PLAIN)
+    found = {path for path in target.rglob("[!.]*") if path.is_symlink() or not path.is_dir()}
+    if found != {*others, *weights.values()} or any(path.is_symlink() for path in (target, *found)):
+        return False
     try:
-        if {*_copied(target)} != {*others, *weights.values()}:
-            return False
         same = all(sha256_of(copy) == sha256_of(path) for copy, path in others.items())
         return same and all(file.is_of(weights[file.path]) for file in files)
     except ArtifactError:  # what is missing or damaged is made anew
@@ -261,25 +256,19 @@ def _renamed(name: str, old: str, new: str) -> str:
     return name.removesuffix(old) + new
 
 
-def _copy(source: Path, building: Path, weights: Collection[Path], old: str, new: str) -> None:
-    """Copy all files but the weights; the index gets its other name. What the source had only earlier is removed."""
-    made = dict(_each([*weights], source, building, old, new, None))
-    others = _others(source, building, made, old, new)
-    for target, path in others.items():
-        with os_errors_named(f"copy {path} to", target):
-            target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(path, target)
-    for path in {*_copied(building)} - {*others, *made.values(), building / STATE}:
-        with os_errors_named("remove", path):
-            path.unlink()
+def _others(
+    source: Path, target: Path, weights: Collection[Path], old: str, new: str
+) -> tuple[dict[Path, Path], str | None]:
+    """Return the files that are copied as they are, by place in the copy, and what is left out; the index is renamed.
 
-
-def _others(source: Path, target: Path, made: Mapping[Path, Path], old: str, new: str) -> dict[Path, Path]:
-    """Return the files that are copied as they are, by place in the copy; of `made` by what the others are made of."""
+    Raises:
+        ArtifactError: a link that leaves the folder, or anything else that is no regular file.
+    """
     index = model_folder(source) / f"model{old}.index.json"
-    places = ((target / path.relative_to(source), path) for path in _copied(source) if path not in made)
-    found = {place.with_name(f"model{new}.index.json") if path == index else place: path for place, path in places}
-    return {place: path for place, path in found.items() if place not in made.values()}
+    kept, left = without_links(source, {*weights, index})
+    places = {path: target / path.relative_to(source) for path in kept if path not in weights}
+    renamed = {index: target / index.relative_to(source).with_name(f"model{new}.index.json")}
+    return {renamed.get(path, place): path for path, place in places.items()}, left_out(left)
 
 
 def _each(
@@ -294,62 +283,16 @@ def _each(
         progress(len(files), len(files), "")
 
 
-def _is_pair(packed: Path, plain: Path, base: Base | None = None) -> bool:
-    """Return whether both files exist and one is the other, packed, also of that base: an interrupted call did it."""
-    if not (packed.exists() and plain.exists()):
-        return False
-    try:
-        return PackedFile(packed).is_of(plain, base)
-    except ArtifactError:  # what is damaged is made anew
-        return False
-
-
-def _copied(folder: Path, home: Path | None = None) -> Iterator[Path]:
-    """Yield all files of a folder but hidden ones, such as git's.
-
-    Raises:
-        ArtifactError: a link that leaves `home`, by default the folder, but not to the blobs of the hub's cache; or
-            anything that is not a regular file.
-    """
-    home = home or folder.resolve()
-    with os_errors_named("look into", folder):
-        paths = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
-    for path in paths:
-        if path.is_dir() and not path.is_symlink():
-            yield from _copied(path, home)
-            continue
-        end = Path(os.path.realpath(path))
-        blobs = home.parents[1] / "blobs" if home.parent.name == "snapshots" else home
-        if path.is_symlink() and not ((end.is_relative_to(home) or end.parent == blobs) and end.is_file()):
-            raise ArtifactError(
-                one_line(f"{path} is a link to {end}, expected a file in {home}; put a copy there, or remove the link")
-            )
-        yield regular(path)
-
-
-@contextmanager
-def _resumed(source: Path, output: Path, purpose: Mapping[str, Any]) -> Iterator[Path]:
-    """Yield the folder that becomes the output; after an error it is kept, for a later call with the same purpose."""
+def _new(source: Path, output: Path) -> AbstractContextManager[Path]:
+    """Build an output that must not be there, from a folder in which nothing is unfinished."""
     for name in (STATE, BLOCKS):  # which an output folder loses when it is finished
         if (source / name).exists():
             raise ArtifactError(
                 f"{source} has {name}, as the folder of an unfinished run; finish the run, or remove it"
             )
-    list(_copied(source))  # a link that leaves it is refused before anything is written
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ArtifactError(f"output {output} exists; name a new folder with -o")
-    with output_folder(output, resume=True) as building:
-        state = building / STATE
-        text = json.dumps(purpose)
-        if not state.exists():
-            atomic_write(state, text.encode())
-        elif state.read_text(encoding="utf-8") != text:
-            raise ArtifactError(
-                f"{building} is unfinished and of another command for output {output}; remove it if nothing is to "
-                "continue with it, or name another output with -o"
-            )
-        with noted(lambda: count_of(done, "finished file") if (done := [*building.rglob("*.safetensors")]) else ""):
-            yield building
+    return output_folder(output)
 
 
 class PackedOptions(BaseModel):
@@ -364,10 +307,10 @@ class PackedExporter:
     def __init__(self, options: PackedOptions) -> None:
         self.options = options
 
-    def export(self, model: FinishedModel, folder: Path) -> None:
+    def export(self, model: FinishedModel, folder: Path) -> str | None:
         """Pack the weight files, against the base if there is one, and copy the others."""
         base = None if model.base is None else base_in(model.base)  # if they have nothing in common, it is not used
-        _pack(_plain_files(model.folder), model.folder, folder, self.options.compress, base)
+        return _pack(_plain_files(model.folder), model.folder, folder, self.options.compress, base)
 
 
 @hookimpl

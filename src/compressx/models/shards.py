@@ -28,7 +28,7 @@ from compressx.runtime.quiet import quiet_libraries
 OUTSIDE = ""
 """In place of a block's name: everything outside the decoder blocks."""
 
-_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _POINTER = b"version https://git-lfs"
 _WEIGHT = re.compile(r"(weight|proj|zeros|scale|blocks|packed|absmax|g_idx|\b[vw]\d)[^.]*$|\.weight\.")
 _CODE = re.compile("F[468]_|F4")
@@ -291,18 +291,14 @@ def join(folder: Path, parts: Sequence[Shards]) -> None:
         weight_map = dict.fromkeys(_opened(last, stack).keys(), last.name)
         for number, part in enumerate(parts, start=1):
             (file,) = set(part.files.values())
-            _link(part.folder / file, folder / _shard_name(number, count))
+            try:
+                os.link(part.folder / file, folder / _shard_name(number, count))
+            except OSError:  # the file system has no hard links
+                shutil.copyfile(part.folder / file, folder / _shard_name(number, count))
             weight_map |= dict.fromkeys(part.files, _shard_name(number, count))
         size = sum((folder / file).stat().st_size for file in set(weight_map.values()))
     index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
-    atomic_write(folder / _INDEX, (json.dumps(index, indent=2) + "\n").encode())
-
-
-def _link(source: Path, target: Path) -> None:
-    try:
-        os.link(source, target)
-    except OSError:  # the file system has no hard links
-        shutil.copyfile(source, target)
+    atomic_write(folder / INDEX, (json.dumps(index, indent=2) + "\n").encode())
 
 
 def _shard_name(number: int, count: int) -> str:
@@ -339,7 +335,7 @@ def files_of(folder: Path) -> dict[str, str]:
 
 def _listed(folder: Path) -> list[str]:
     """Return the names of a local checkpoint's files, in order."""
-    index = folder / _INDEX
+    index = folder / INDEX
     if (folder / _SINGLE).is_file() or not index.exists():  # where both are, transformers reads the single one
         return [_SINGLE]
     files = sorted({*files_in(index).values()})

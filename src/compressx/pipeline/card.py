@@ -73,11 +73,12 @@ def _sections(loaded: LoadedRecipe, plan: Plan, report: RunReport, tokenizer: An
         sources = text.model_dump(mode="json", by_alias=True, exclude_none=True, include={"dataset", "datasets"})
         told_of = f"{text.samples} windows of {text.sequence_length} tokens, drawn with seed {text.seed} from"
         yield Section("Calibration", f"{told_of} `{flow(*sources.values())}`.")
-    told, use = getattr(tokenizer, "differs", None), _USE
-    if told is not None:
-        told = f"`AutoTokenizer` and tokenizer.json make different tokens: {told}. Those of the file are right."
+    use, told = _USE, f"Written with transformers {report.versions['transformers']}. "
+    told += "Where version 4 wrote the base model's config, it reads this one, too; otherwise take version 5."
+    if (differs := getattr(tokenizer, "differs", None)) is not None:
+        told += f" `AutoTokenizer` and tokenizer.json make different tokens: {differs}. Those of the file are right."
         use = _USE.replace("AutoTokenizer", "PreTrainedTokenizerFast")
-    yield Section("Use", told or "", text=use, language="py")
+    yield Section("Use", told, text=use, language="py")
     if report.layers and not report.shrink and not report.base:
         yield Section(
             "Train it further",

@@ -28,7 +28,7 @@ from compressx.recipe.sources import ComputeDtype, Generate
 from compressx.runtime.code import code_versions
 from compressx.runtime.errors import Mistakes, RecipeError
 from compressx.stages.state import RunState, Stage, StageName
-from compressx.stages.store import Journal, recorded_dtype
+from compressx.stages.store import Journal, recorded_arithmetic
 from compressx.training.finetune import training_windows
 
 
@@ -173,10 +173,8 @@ def choose_arithmetic(state: RunState) -> None:
     if not state.plan.needs_calibration and recipe.finetune is None:
         return
     training = recipe.reconstruct_block is not None or recipe.finetune is not None
-    recorded = None if state.folder is None else recorded_dtype(state.folder)
-    if recipe.compute_dtype == "auto" and recorded is not None:
-        chosen = Arithmetic(recorded, "as in the interrupted run")
-    else:
+    chosen = None if state.folder is None else recorded_arithmetic(state.folder)
+    if recipe.compute_dtype != "auto" or chosen is None:
         chosen = choose(recipe.compute_dtype, state.access.model.dtype, state.device, training=training)
     # The processes' rates differ.
     state.arithmetic = chosen = Arithmetic(**state.ranks.broadcast(dataclasses.asdict(chosen)))
@@ -199,6 +197,7 @@ def _inputs(state: RunState) -> dict[str, Any]:
         "prune": recipe["prune"],
         "ignore": recipe.get("ignore"),
         "compute_dtype": state.arithmetic and state.arithmetic.dtype,
+        "arithmetic": state.arithmetic and dataclasses.asdict(state.arithmetic),
         "allocation": recipe.get("allocation"),
         "reconstruct_block": recipe.get("reconstruct_block"),
         "calibration tokens": None if windows is None else fingerprint(windows),

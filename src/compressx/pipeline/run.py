@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import json
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,7 +31,7 @@ from compressx.report import figures, html, markdown
 from compressx.report.compare import read_report
 from compressx.runtime.code import __version__, library_versions
 from compressx.runtime.errors import RecipeError, noted
-from compressx.runtime.files import atomic_write
+from compressx.runtime.files import atomic_write, json_text
 from compressx.runtime.machine import command, machine
 from compressx.runtime.modes import deterministic, reuse_freed_memory, torchs_own_modes
 from compressx.runtime.ranks import Ranks, joined_ranks
@@ -187,7 +186,7 @@ def _run(state: RunState, *, resume: bool, restart: bool) -> RunReport | None:
 
 
 @contextlib.contextmanager
-def _folder(output: Path, options: Mapping[str, bool], ranks: Ranks) -> Iterator[Path]:
+def _folder(output: Path, options: Mapping[str, Any], ranks: Ranks) -> Iterator[Path]:
     """Yield the folder that the first process fills."""
     if not ranks.first:
         yield Path(ranks.broadcast(""))
@@ -211,7 +210,7 @@ def _write_reports(state: RunState, folder: Path) -> RunReport:
     shown = [*sections(report, recipe)]
     for name, text in {
         "recipe.yaml": recipe,
-        "plan.json": json.dumps(state.plan.to_dict(), indent=1) + "\n",
+        "plan.json": json_text(state.plan.to_dict(), indent=1) + "\n",
         "report.md": markdown.page(shown),
         "report.html": html.page(shown, folder),
         "report.json": report.to_json(),

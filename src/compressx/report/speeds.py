@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from typing import Any, Literal, TypeAlias
 
 from compressx.report import markdown, plots
 from compressx.report.section import Column, Section, Table, Value, table
-from compressx.runtime.files import atomic_write
+from compressx.runtime.files import atomic_write, json_text
 
 Stage: TypeAlias = Literal["prefill", "decode"]
 STAGES: tuple[Stage, ...] = ("prefill", "decode")
@@ -204,7 +203,7 @@ class Bench:
         caption = "Tokens per second: medians, with the range of the rounds."
         figure = Section(figures=({"file": written[2].name, "caption": caption},))
         atomic_write(written[0], markdown.page([*self.sections(), figure]).encode())
-        atomic_write(written[1], json.dumps(self.to_dict(), indent=1).encode())
+        atomic_write(written[1], json_text(self.to_dict(), indent=1).encode())
         plots.bars(written[2], {
             f"{stage}, tokens/s": {
                 model.name: {str(length): self._bar(model, length, stage) for length in self.lengths}

@@ -35,15 +35,6 @@ def cache_folder() -> Path:
         raise ArtifactError("there is no home folder for the cache; set HOME, or COMPRESSX_CACHE") from error
 
 
-def write_json(path: Path, value: object) -> None:
-    """Write a JSON file atomically; missing folders are created.
-
-    Raises:
-        ArtifactError: the file cannot be written; the old one is left unchanged.
-    """
-    atomic_write(path, (json.dumps(value, indent=1, sort_keys=True) + "\n").encode())
-
-
 def cached(key: Mapping[str, object], compute: Callable[[], Value], folder: Path | str, kind: Any) -> Value:
     """Return the cached value for a key, or compute and cache it.
 
@@ -68,7 +59,8 @@ def cached(key: Mapping[str, object], compute: Callable[[], Value], folder: Path
         pass  # missing or damaged
     value = compute()
     try:
-        write_json(cache_folder() / folder / name, {"key": key, "value": value})
-    except ArtifactError as error:
+        text = json.dumps({"key": key, "value": value}, indent=1, sort_keys=True, allow_nan=False)
+        atomic_write(cache_folder() / folder / name, f"{text}\n".encode())
+    except (ArtifactError, ValueError) as error:  # the second: NaN
         _log.warning("%s; the result is not cached", error)
     return value

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import errno
+import glob
 import hashlib
+import json
 import logging
+import math
 import os
 import secrets
 import socket
 import stat
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -74,8 +77,9 @@ def atomic_write(path: Path, data: bytes) -> None:
 def written_whole(path: Path) -> Iterator[Path]:
     """Yield a temporary path that replaces `path` when the block ends without an exception; folders are created.
 
-    Old and new file exist side by side until the new one is on disk, so both need space. The new file's mode follows
-    the umask, whatever mode it was written with.
+    What killed processes left of `path` is removed first: only a live one holds a lock on its temporary file. Old and
+    new file exist side by side until the new one is on disk, so both need space. The new file's mode follows the umask,
+    whatever mode it was written with.
 
     Raises:
         ArtifactError: the file cannot be written; the old one is left unchanged.
@@ -83,16 +87,32 @@ def written_whole(path: Path) -> Iterator[Path]:
     beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
     with os_errors_named("write", path):
         path.parent.mkdir(parents=True, exist_ok=True)
+        for left in path.parent.glob(f".{glob.escape(path.name)}.{'[0-9a-f]' * 8}.partial"):
+            with suppress(OSError, ImportError), _held(left):
+                left.unlink()
         try:
-            beside.touch(exist_ok=False)
-            mode = beside.stat().st_mode
-            yield beside
-            beside.chmod(mode)
-            sync(beside)
-            beside.replace(path)
+            with ExitStack() as stack:
+                (new := beside.with_suffix(".new")).touch(exist_ok=False)  # nobody takes it for a leftover
+                with suppress(OSError, ImportError):  # a drive without locks, or Windows: there leftovers stay
+                    stack.enter_context(_held(new))
+                mode = new.rename(beside).stat().st_mode
+                yield beside
+                beside.chmod(mode)
+                sync(beside)
+                beside.replace(path)
         finally:
             beside.unlink(missing_ok=True)
         sync(path.parent)
+
+
+@contextmanager
+def _held(path: Path) -> Iterator[None]:
+    """Hold a lock on a file, which the kernel releases however the process dies; an OSError if another one has it."""
+    import fcntl
+
+    with path.open("rb+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
 
 
 def sync(path: Path) -> None:
@@ -172,6 +192,19 @@ def _holder(path: Path) -> str:
         if signed := path.read_bytes()[:200].decode(errors="replace").strip():
             return f", by {signed}"
     return ""
+
+
+def json_text(value: Any, **style: Any) -> str:
+    """Return JSON; numbers that it lacks are written as pydantic reads them: "NaN", "Infinity" and "-Infinity"."""
+    return json.dumps(_writable(value), allow_nan=False, **style)
+
+
+def _writable(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, Mapping):
+        return {key: _writable(x) for key, x in value.items()}
+    return [_writable(x) for x in value] if isinstance(value, list | tuple) else value
 
 
 _Form = TypeVar("_Form", bound="BaseModel")

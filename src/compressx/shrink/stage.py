@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import json
 import shutil
 import tempfile
 from collections.abc import Iterable
@@ -28,7 +27,7 @@ from compressx.models.shards import OUTSIDE, save_model
 from compressx.models.streaming import StreamedModel, open_streamed
 from compressx.planning.plan import Plan, PlannedDepth
 from compressx.runtime.errors import Mistakes, RecipeError, UnsupportedModelError
-from compressx.runtime.files import BLOCKS, atomic_write
+from compressx.runtime.files import BLOCKS, atomic_write, json_text
 from compressx.shrink.cuts import RemainingUnits, Smaller, build_like, left_of, smaller
 from compressx.stages.state import RunState, Stage
 
@@ -100,7 +99,7 @@ class Shrink(Stage):
             save_shrunk(access, made, state.tokenizer, folder / "model")
             place = replace(state.checkpoint.at(folder / "model"), gguf_file=None)
             saved, differs = _compare(access, made, place)
-            atomic_write(folder / "units.json", (json.dumps(_units(kept, made, plan)) + "\n").encode())
+            atomic_write(folder / "units.json", (json_text(_units(kept, made, plan)) + "\n").encode())
             state.results["shrink"] = {
                 "parameters": [count_parameters(x.model) for x in (access, saved)],
                 "config": {name: [*numbers] for name, numbers in made.numbers.items()},

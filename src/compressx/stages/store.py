@@ -24,7 +24,7 @@ from pydantic import TypeAdapter
 from torch import Tensor
 
 from compressx.api.patterns import NM, Unstructured
-from compressx.api.record import AllocationReport, BlockReport
+from compressx.api.record import AllocationReport, Arithmetic, BlockReport
 from compressx.masks.file import MaskEntry, PackedMasks, join_masks, read_masks, write_masks
 from compressx.masks.maskset import MaskSet
 from compressx.models.access import Access
@@ -34,7 +34,7 @@ from compressx.report.figures import Matrices
 from compressx.report.plots import Pooled
 from compressx.report.section import count_of
 from compressx.runtime.errors import ArtifactError
-from compressx.runtime.files import BLOCKS, STATE, atomic_write, os_errors_named
+from compressx.runtime.files import BLOCKS, STATE, atomic_write, json_text, os_errors_named
 from compressx.runtime.ranks import ALONE, Ranks
 from compressx.runtime.timing import Timing
 
@@ -261,7 +261,7 @@ class Journal:
             write_masks(self._file(fqn, "masks.safetensors"), masks)
             images = {f"{i}.{j}": p for i, m in enumerate(matrices) for j, p in enumerate(_pooled(m))}
             write(self._file(fqn, "matrices.safetensors"), {name: p.values for name, p in images.items()})
-            atomic_write(self._file(fqn, "json"), json.dumps(_block_to_dict(report, matrices)).encode())
+            atomic_write(self._file(fqn, "json"), json_text(_block_to_dict(report, matrices)).encode())
         self.finished.append(fqn)
         named = {"dense": streams.dense, "pruned": streams.pruned}
         states = {f"{name}.{i:06d}": state for name, some in named.items() for i, state in enumerate(some)}
@@ -349,7 +349,9 @@ class Journal:
             spent = {str(stage): float(seconds) for stage, seconds in data["seconds"].items()}
         except _DAMAGE as error:
             raise _damaged(self.state, error) from error
-        now = json.loads(json.dumps(self.fingerprint))
+        now = json.loads(json_text(self.fingerprint))
+        for values in (earlier, now):
+            values.pop("arithmetic", None)  # whose rates differ, and only its dtype counts
         if None in (earlier.get("compute_dtype"), now.get("compute_dtype")):
             # Blocks are pruned without text. Only fine-tuning multiplies anything, and that may come or go.
             earlier["compute_dtype"] = now["compute_dtype"] = None
@@ -376,7 +378,7 @@ class Journal:
             "finished": self.finished,
             "seconds": self.timing.seconds(),
         }
-        return partial(atomic_write, self.state, json.dumps(data, indent=1).encode())
+        return partial(atomic_write, self.state, json_text(data, indent=1).encode())
 
     def _file(self, fqn: str, ending: str) -> Path:
         return self.blocks / f"{fqn or 'outside'}.{ending}"
@@ -389,10 +391,11 @@ def _damaged(path: Path, error: object) -> ArtifactError:
     return ArtifactError(f"{path} is damaged ({' '.join(str(error).split()):.200}); start over with --restart")
 
 
-def recorded_dtype(folder: Path) -> Any:
-    """Return the `compute_dtype` that the interrupted run in a folder recorded; None without a readable record."""
+def recorded_arithmetic(folder: Path) -> Arithmetic | None:
+    """Return the arithmetic that the interrupted run in a folder recorded; None without a readable record."""
     try:
-        return json.loads((folder / STATE).read_text(encoding="utf-8"))["fingerprint"]["compute_dtype"]
+        found = json.loads((folder / STATE).read_text(encoding="utf-8"))["fingerprint"]["arithmetic"]
+        return TypeAdapter(Arithmetic | None).validate_python(found)
     except (OSError, ValueError, KeyError, TypeError):  # what is damaged is told when the journal is opened
         return None
 

@@ -215,6 +215,7 @@ def test_revision_trust_and_safetensors_reach_everything_that_is_fetched(monkeyp
             load(asked)
         if load is local_folder:  # which loading asks for first
             monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: tmp_path)
+            monkeypatch.setattr("compressx.models.loading._config", lambda _: None)
     assert len(seen) == 4
     assert {given["revision"] for given in seen.values()} == {"abc"}
     assert all(given["trust_remote_code"] is True for name, given in seen.items() if name != "folder")

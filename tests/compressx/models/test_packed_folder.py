@@ -17,7 +17,6 @@ from tests.compressx.saved import save_tiny
 from tests.compressx.two_of_four import two_of_four
 
 from compressx.api.exporter import FinishedModel
-from compressx.models import export, packed_folder
 from compressx.models.checkpoint import find_base, find_checkpoint
 from compressx.models.loading import load_model
 from compressx.models.packed import PackedFile
@@ -76,8 +75,9 @@ def sharded(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("shards", [False, True])
 def test_every_file_comes_back_byte_for_byte(tmp_path: Path, architecture: str, shards: bool) -> None:
     source = save_pruned(tmp_path / "source", architecture, shards=shards)
-    (source / "code").mkdir()
-    (source / "code" / "modeling.py").write_text("VALUE = 1\n")
+    (source / "modeling.py").write_text("VALUE = 1\n")
+    (source / "additional_chat_templates").mkdir()
+    (source / "additional_chat_templates/short.jinja").write_text("{{ messages }}")
     sizes = pack_folder(source, tmp_path / "packed")
     assert unpack_folder(tmp_path / "packed", tmp_path / "again") == sizes_of(tmp_path / "packed")
     assert contents(tmp_path / "again") == contents(source)
@@ -100,6 +100,7 @@ def test_a_single_file_is_packed_although_an_index_was_left_beside_it(model: Pat
 def test_the_output_folder_of_a_run_keeps_its_other_files(tmp_path: Path) -> None:
     run = tmp_path / "run"
     save_pruned(run / "model")
+    (run / "text.txt").unlink()  # which no run writes
     for name in ("masks.safetensors", "report.json", "recipe.yaml", "plots/one.svg"):
         (run / name).parent.mkdir(exist_ok=True)
         (run / name).write_text(name)
@@ -182,18 +183,6 @@ def test_the_cache_tells_packed_folders_apart_by_any_file_of_them(model: Path, t
     assert (second / "config.json").read_text().endswith(" ")
 
 
-def test_an_interrupted_copy_in_the_cache_goes_on_though_the_folder_was_moved(
-    sharded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pack_folder(sharded, tmp_path / "packed")
-    with monkeypatch.context() as patched:
-        interrupted(patched, "unpack", after=2)
-        with pytest.raises(KeyboardInterrupt):
-            unpacked(tmp_path / "packed")
-    (tmp_path / "packed").rename(tmp_path / "moved")
-    assert contents(unpacked(tmp_path / "moved")) == contents(sharded)
-
-
 def test_two_that_need_one_packed_folder_at_a_time_unpack_it_once(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -219,93 +208,6 @@ def test_two_that_need_one_packed_folder_at_a_time_unpack_it_once(
     assert len(written) == 1
     assert len(found) == 2
     assert found[0] == found[1]
-
-
-def interrupted(monkeypatch: pytest.MonkeyPatch, function: str, *, after: int) -> list[Path]:
-    """Let the packing or unpacking of files end with Ctrl-C after some; return the list of those that were written."""
-    written: list[Path] = []
-    original = getattr(PackedFile, function, None) or getattr(packed_folder, function)
-
-    def make(source: PackedFile | Path, target: Path, **options: Any) -> None:
-        if len(written) == after:
-            raise KeyboardInterrupt
-        original(source, target, **options)
-        written.append(target)
-
-    monkeypatch.setattr(PackedFile if function == "unpack" else packed_folder, function, make)
-    return written
-
-
-@pytest.mark.parametrize("direction", ["pack", "unpack"])
-def test_an_interrupted_call_goes_on_after_its_last_finished_file(
-    direction: str, sharded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pack_folder(sharded, tmp_path / "packed")
-    call, source = (pack_folder, sharded) if direction == "pack" else (unpack_folder, tmp_path / "packed")
-    shards = len([*sharded.glob("*.safetensors")])
-    assert shards > 3
-    with monkeypatch.context() as patched:
-        interrupted(patched, "pack_file" if direction == "pack" else "unpack", after=2)
-        with pytest.raises(KeyboardInterrupt):
-            call(source, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-    (building,) = [p for p in tmp_path.iterdir() if p.name.startswith(".out.partial")]
-    one, two = sorted(building.glob("*.safetensors"))
-    two.write_bytes(two.read_bytes()[:-1])  # as no killed call leaves it
-    (building / ".x.safetensors.1234.partial").write_bytes(b"half-written")
-    with monkeypatch.context() as patched:
-        written = interrupted(patched, "pack_file" if direction == "pack" else "unpack", after=shards)
-        call(source, tmp_path / "out")
-    assert len(written) == shards - 1
-    assert one.name not in {path.name for path in written}
-    assert contents(tmp_path / "out") == contents(tmp_path / "packed" if direction == "pack" else sharded)
-    assert [n for n in names_in(tmp_path) if n.startswith(".")] == []
-
-
-def test_a_finished_file_of_another_model_is_not_taken_over(
-    sharded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The source may change between an interrupted call and the one that goes on."""
-    with monkeypatch.context() as patched:
-        interrupted(patched, "pack_file", after=2)
-        with pytest.raises(KeyboardInterrupt):
-            pack_folder(sharded, tmp_path / "out")
-    first = min(sharded.glob("*.safetensors"))
-    data = bytearray(first.read_bytes())
-    data[-1] ^= 1
-    first.write_bytes(data)
-    pack_folder(sharded, tmp_path / "out")
-    unpack_folder(tmp_path / "out", tmp_path / "again")
-    assert contents(tmp_path / "again") == contents(sharded)
-
-
-def test_a_finished_file_that_the_source_does_not_have_any_more_is_removed(
-    model: Path, sharded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupt(_: Path) -> None:
-        raise KeyboardInterrupt
-
-    (model / "notes.txt").write_text("of the single file")
-    with monkeypatch.context() as patched:
-        patched.setattr(export, "sync_tree", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            pack_folder(model, tmp_path / "out")
-    shutil.rmtree(model)
-    sharded.rename(model)
-    pack_folder(model, tmp_path / "out")
-    unpack_folder(tmp_path / "out", tmp_path / "again")
-    assert contents(tmp_path / "again") == contents(model)
-
-
-def test_a_call_with_other_settings_does_not_go_on(
-    sharded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as patched:
-        interrupted(patched, "pack_file", after=1)
-        with pytest.raises(KeyboardInterrupt):
-            pack_folder(sharded, tmp_path / "out")
-    with pytest.raises(ArtifactError, match=r"\.out\.partial-\w+ is unfinished and of another command"):
-        pack_folder(sharded, tmp_path / "out", compress=False)
 
 
 def test_progress_names_each_file(sharded: Path, tmp_path: Path) -> None:
@@ -501,29 +403,6 @@ def test_what_cannot_be_a_base_says_why(model: Path, tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match=r"model path .*nowhere does not exist"):
         find_base(str(tmp_path / "nowhere"))
     assert not (tmp_path / "out").exists()
-
-
-def test_a_finished_file_of_an_interrupted_call_is_kept_unless_the_base_has_changed(
-    sharded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tuned = save_tuned(tmp_path / "tuned", shards=True)
-    shards = len([*tuned.glob("*.safetensors")])
-    for change, again in ((False, shards - 2), (True, shards - 1)):
-        with monkeypatch.context() as patched:
-            interrupted(patched, "pack_file", after=2)
-            with pytest.raises(KeyboardInterrupt):
-                pack_folder(tuned, tmp_path / f"out-{change}", base=base_in(sharded))
-        if change:
-            path, start, tensor = base_in(sharded).tensors[next(iter(load_file(min(tuned.glob("*.safetensors")))))]
-            data = bytearray(path.read_bytes())
-            data[start + tensor.begin] ^= 1
-            path.write_bytes(data)
-        with monkeypatch.context() as patched:
-            written = interrupted(patched, "pack_file", after=shards)
-            pack_folder(tuned, tmp_path / f"out-{change}", base=base_in(sharded))
-        assert len(written) == again
-        unpack_folder(tmp_path / f"out-{change}", tmp_path / f"again-{change}", base=base_in(sharded))
-        assert contents(tmp_path / f"again-{change}") == contents(tuned)
 
 
 def test_the_exporter_packs_against_the_base_of_a_run_if_they_have_tensors_in_common(

@@ -60,10 +60,10 @@ def test_the_report_has_the_perplexity_and_the_zeros_of_the_file_itself(dense: P
     assert found["evaluation"] != report.evaluation["pruned"]
     assert 0 < found["zeros"] < 0.3  # none of the dropped neurons, and what Q4_0 rounds to zero
     assert "Written files, read again" in Path("out/report.md").read_text()
-    printed("export", "out", "--type", "Q4_0", "-o", "again.gguf")  # like the file that the run has pruned
+    printed("export", "out", "--like", "r.yaml", "--type", "Q4_0", "-o", "again.gguf")  # like the file that it prunes
     assert Path("again.gguf").read_bytes() == path.read_bytes()
     printed("pack", "out", "-o", "packed")
-    printed("export", "packed", "--type", "Q4_0", "-o", "unpacked.gguf")
+    printed("export", "packed", "--like", str(dense), "--type", "Q4_0", "-o", "unpacked.gguf")
     assert Path("unpacked.gguf").read_bytes() == path.read_bytes()
     assert "output again.gguf exists" in refused("export", "out", "-o", "again.gguf")
     assert "--set type: type is 'Q4_K'" in refused("export", "out", "--type", "Q4_K", "-o", "x.gguf")
@@ -204,7 +204,7 @@ def test_widths_that_an_allocation_gave_each_block_are_written(dense: Path):
     assert [shapes[f"blk.{i}.ffn_up.weight"][0] for i in (0, 1)] == alive
     assert alive[0] != alive[1]
     assert gguf_header.values_of(path)["general.architecture"] == "deci"
-    printed("export", "out", "--type", "F16", "-o", "f16.gguf")
+    printed("export", "out", "--like", "out/recipe.yaml", "--type", "F16", "-o", "f16.gguf")
     assert agrees(model, Path("f16.gguf"), [5, 6, 7, 8, 9])
 
 

@@ -117,7 +117,10 @@ def test_mistakes_of_an_evaluator_are_named_in_one_line_with_their_place(package
     [("1 / 0", r"evaluator 'my-own': ZeroDivisionError: division by zero \(.*__init__.py, line \d+\)"),
      ("[1.0]", r"evaluator 'my-own' returned \[1.0\] under no name; expected figures by name"),
      ("{'a': object()}", r"evaluator 'my-own' returned <object object at .*> under a; expected figures by name"),
-     ("{'token_perplexity': 3.0}", "evaluator 'my-own' returned 'token_perplexity', which is measured already")],
+     ("{'token_perplexity': 3.0}", "evaluator 'my-own' returned 'token_perplexity', which is measured already"),
+     ("{'token_perplexity': {'a': 3.0}}", "evaluator 'my-own' returned 'token_perplexity', which is measured already"),
+     ("{'sample': {'text': 'x'}}", "evaluator 'my-own' returned 'sample text', which is measured already; leave one"),
+     ("{'sample': 1}", "evaluator 'my-own' returned 'sample', which is measured already")],
 )  # fmt: skip
 @evaluator
 def test_an_evaluator_that_fails_or_returns_no_figures_is_blamed(
@@ -126,8 +129,35 @@ def test_an_evaluator_that_fails_or_returns_no_figures_is_blamed(
     code = package.read_text()
     package.write_text(code.replace("        ids = model", f"        return {returned}\n        ids = model"))
     given = recipe(model, HALF, evaluated=True)
+    sample = {"sample": {"prompt": "w1 w2", "tokens": 2}}
     with pytest.raises(PluginError, match=told):
-        run({**given, "evaluate": {**given["evaluate"], "my-own": {}}})
+        run({**given, "evaluate": {**given["evaluate"], **sample, "my-own": {}}})
+
+
+def strict(text: str) -> Any:
+    """Read JSON as other programs do, which know neither NaN nor Infinity."""
+    return json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+
+
+@evaluator
+def test_nan_and_infinity_from_an_evaluator_are_texts_in_every_json(package, model, project, monkeypatch) -> None:
+    monkeypatch.setenv("COMPRESSX_CACHE", str(project / "cache"))
+    figures = "{'x': float('nan'), 'y': {'up': float('inf'), 'grid': [{'down': -float('inf')}]}}"
+    package.write_text(
+        package.read_text().replace("        ids = model", f"        return {figures}\n        ids = model")
+    )
+    given = recipe(model, HALF, evaluate={"my-own": {}}, export=["safetensors", "packed"])
+    written = {"x": "NaN", "y": {"up": "Infinity", "grid": [{"down": "-Infinity"}]}}
+    report = run(given)
+    assert report.evaluation["dense"]["y"]["up"] == float("inf")
+    assert strict(Path("out/report.json").read_text())["evaluation"] == {"dense": written, "pruned": written}
+    assert run(given, resume=True).evaluation["pruned"] == written
+    for command in (["eval", "out", "--recipe", "out/recipe.yaml"], ["inspect", "out"], ["plan", "out/recipe.yaml"]):
+        strict(printed(*command, "--json"))
+    printed("compare", "out", "--output", "compared")
+    printed("sweep", "out/recipe.yaml", "--grid", "prune.0.sparsity=0.4,0.5", "--output", "swept")
+    for path in (*project.rglob("*.json"), *Path("cache").rglob("*.json")):
+        strict(path.read_text())
 
 
 WEIGHTS = "        model.access.model.lm_head.weight.data.mul_(2)\n"

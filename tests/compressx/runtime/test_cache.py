@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 from tests.compressx.cli.commands import refused
 
-from compressx.runtime.cache import cache_folder, cached, write_json
+from compressx.runtime.cache import cache_folder, cached
 from compressx.runtime.errors import ArtifactError
 
 
@@ -22,14 +21,6 @@ def test_the_environment_chooses_the_folder_or_it_is_the_users_own(
     monkeypatch.delenv("COMPRESSX_CACHE")
     monkeypatch.setattr("platformdirs.user_cache_dir", lambda name, **_: str(tmp_path / name))
     assert cache_folder() == tmp_path / "compressx"
-
-
-def test_json_is_written_and_an_error_names_its_path(tmp_path: Path) -> None:
-    path = tmp_path / "a" / "b.json"
-    write_json(path, {"x": [1, 2.5]})
-    assert json.loads(path.read_text()) == {"x": [1, 2.5]}
-    with pytest.raises(ArtifactError, match=r"b\.json/x\.json"):
-        write_json(path / "x.json", 1)
 
 
 class Values:
@@ -121,3 +112,10 @@ def test_a_path_in_a_home_folder_that_is_not_there_is_refused_in_one_line(tmp_pa
     assert told in refused("plan", path)
     for changed in (f"output={path}", f"model={{path: {path}}}", f"evaluate={{lm_eval: {{tasks: ['{path}']}}}}"):
         assert told in refused("plan", "r.yaml", "--set", changed)
+
+
+def test_what_json_cannot_say_is_returned_and_not_cached(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for value in (float("nan"), float("inf")):
+        assert repr(cached({"n": 1}, lambda value=value: value, tmp_path, float)) == repr(value)
+    assert "the result is not cached" in caplog.text
+    assert cached({"n": 1}, lambda: 2.0, tmp_path, float) == 2.0

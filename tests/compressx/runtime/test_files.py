@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+from pydantic import TypeAdapter
 
+from compressx.api.record import LayerReport
 from compressx.runtime import files
 from compressx.runtime.errors import ArtifactError
-from compressx.runtime.files import atomic_write, locked, sync_tree
+from compressx.runtime.files import atomic_write, json_text, locked, sync_tree, written_whole
 
 
 def test_a_file_is_written_replaced_and_its_folders_made(tmp_path: Path) -> None:
@@ -194,3 +198,30 @@ def test_who_waits_says_for_whom_and_goes_on_when_the_lock_is_free(tmp_path, cap
     (message,) = caplog.messages
     assert message.startswith(f"waiting: another process is active, by process {os.getpid()} on ")
     assert not lock.exists()
+
+
+def test_numbers_that_json_lacks_are_written_as_pydantic_reads_them() -> None:
+    info = {"a": float("nan"), "b": float("inf"), "c": -float("inf"), "d": 0.1, "e": 1e-300}
+    layer = LayerReport("x", "p", "50%", (2, 3), 0.5, 0.5, 1.0, info=info, history={"h": (float("nan"), 1.0)})
+    text = json_text({"layers": [asdict(layer)], "flag": True, "none": None, 1: "x"}, indent=1)
+    found = json.loads(text, parse_constant=pytest.fail)
+    assert (found["flag"], found["none"], found["1"]) == (True, None, "x")
+    assert repr(TypeAdapter(LayerReport).validate_python(found["layers"][0])) == repr(layer)
+
+
+def test_what_a_killed_process_left_is_removed_and_the_file_of_a_live_one_is_not(tmp_path: Path) -> None:
+    path, other = tmp_path / "x[1].json", tmp_path / "x1.json"
+    left = [tmp_path / f".{path.name}.{token}.partial" for token in ("0a1b2c3d", "ffffffff")]
+    foreign = [tmp_path / name for name in (".x[1].json.partial", ".x[1].json.my.partial", ".x1.json.0a1b2c3d.partial")]
+    for file in (*left, *foreign):
+        file.write_bytes(b"half")
+    with written_whole(path) as beside:
+        beside.write_bytes(b"of the first")
+        assert not any(file.exists() for file in left)
+        atomic_write(path, b"of the second")
+        assert beside.exists()
+        assert path.read_bytes() == b"of the second"
+    assert path.read_bytes() == b"of the first"
+    assert all(file.exists() for file in foreign)
+    atomic_write(other, b"x")
+    assert {*tmp_path.iterdir()} == {path, other, *foreign[:2]}
