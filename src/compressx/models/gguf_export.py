@@ -168,11 +168,13 @@ def refuse_foreign(model: Any, like: Like) -> None:
         if here != there:
             raise gguf_settings.foreign(like.path, key, there, here)
     gguf_settings.refuse_unsayable(ours, theirs, gguf_settings.Header.of(like.path))
-    if like.architecture not in FEWER_HEADS and ours.num_attention_heads != theirs.num_attention_heads:
-        raise UnsupportedModelError(
-            f"format gguf: the model has {ours.num_attention_heads} heads of {theirs.num_attention_heads}, and fewer "
-            f"are not written of {like.architecture}; leave kv-groups as they are, or export another format"
-        )
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        here, there = (getattr(x, name, None) for x in (ours, theirs))
+        if like.architecture not in FEWER_HEADS and here != there:
+            raise UnsupportedModelError(
+                f"format gguf: {name} is {here} in the model and {there} in {like.path}, and another is not written "
+                f"of {like.architecture}; leave kv-groups as they are, or export another format"
+            )
     depth = ours.num_hidden_layers
     if depth > (count := theirs.num_hidden_layers):
         raise ArtifactError(f"{like.path} has {count} blocks, and the model to export {depth}; give the dense model's")

@@ -39,7 +39,7 @@ from compressx.models.gguf_export import (
 from compressx.models.loading import load_model
 from compressx.models.streaming import open_streamed
 from compressx.recipe.sources import ModelSource
-from compressx.runtime.errors import ArtifactError, CompressxError
+from compressx.runtime.errors import ArtifactError, CompressxError, UnsupportedModelError
 
 
 def test_norms_and_routers_stay_in_float_and_the_output_matrix_in_eight_bits():
@@ -233,6 +233,13 @@ def test_the_like_file_of_another_model_is_refused_in_one_line(changed: dict[str
         write(InMemory(other), Like.read(like, None), "F16", tmp_path / "x.gguf")
     assert "\n" not in str(told.value)
     assert not (tmp_path / "x.gguf").exists()
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+def test_another_number_of_key_value_groups_is_refused_where_the_file_cannot_say_it(groups: int, tmp_path: Path):
+    like = Like.read(like_of(tmp_path, tiny_of("phi3"), "phi3"), None)
+    with pytest.raises(UnsupportedModelError, match=f"num_key_value_heads is {groups} in the model and 2 in .*phi3"):
+        write(InMemory(tiny_of("phi3", num_key_value_heads=groups)), like, "F16", tmp_path / "x.gguf")
 
 
 def test_the_like_file_of_another_architecture_is_refused(tmp_path: Path):
