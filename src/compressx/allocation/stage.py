@@ -8,7 +8,6 @@ import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from pathlib import Path
 
 from compressx.allocation.methods import Curves, allocate, stored_windows
 from compressx.allocation.units import check_allocation, units_of
@@ -18,20 +17,15 @@ from compressx.api.patterns import Structured, Unstructured
 from compressx.api.projections import parent
 from compressx.api.record import RunReport
 from compressx.blocks.stage import statistics_bytes
-from compressx.evaluation.bench import BenchSettings, bench
 from compressx.models.architecture import count_parameters
-from compressx.models.gguf_export import GgufOptions, Like, file_bytes, write
+from compressx.models.gguf_export import GgufOptions, file_bytes
 from compressx.planning.plan import Plan
 from compressx.recipe.sections import Allocation, AttentionAware, DivergenceAllocation, TargetBudget
-from compressx.recipe.sources import ModelSource
 from compressx.recipe.validation import validate_options
 from compressx.report.section import Column, Section, count_of, table
-from compressx.report.speeds import Length
-from compressx.runtime.errors import CompressxError, Mistakes, RecipeError
+from compressx.runtime.errors import Mistakes, RecipeError
 from compressx.stages.state import RunState, Stage
 from compressx.stages.store import ALLOCATED, Allocated
-
-_BENCH = BenchSettings((Length(16, 64),), rounds=15, fit=True, engine="llama.cpp")
 
 
 class Allocate(Stage):
@@ -96,10 +90,7 @@ class Allocate(Stage):
             dense, left = chosen.parameters
             note += f" Of {dense} parameters {left} are left, {left / dense:.2%}"
             files = [f"; the GGUF file has {x['bytes']} bytes" for x in report.exports if x["format"] == "gguf"]
-            files += [f", and writes {x['decode']:.3g} times as fast as the dense model's in llama.cpp"
-                      for x in report.exports if "decode" in x]  # fmt: skip
-            bound = "least" if "decode" in chosen.budget else "most"
-            asked = [f"; asked for: {name} {x:.10g} at {bound}" for name, x in chosen.budget.items()]
+            asked = [f"; asked for: {name} {x:.10g} at most" for name, x in chosen.budget.items()]
             note += "".join([*files, *asked]) + "."
         if any(unit.divergence is not None for unit in chosen.units):
             note += (
@@ -127,8 +118,6 @@ class Allocate(Stage):
 def within_budget(state: RunState, plan: Plan) -> Plan:
     """Return a plan whose allocation has a fraction of zeros in place of its budget.
 
-    One of speed stays until there are weights to time: for `_in_time`.
-
     Raises:
         RecipeError: a budget out of reach, or a rule whose zeros make nothing smaller.
     """
@@ -141,31 +130,17 @@ def within_budget(state: RunState, plan: Plan) -> Plan:
                 f"a budget needs rules with pattern: neurons or kv-groups, since zeros anywhere in {odd} make nothing "
                 "smaller; add it, or give target a fraction of zeros"
             )
-        if budget.decode is not None:
-            _exported(state, "decode is the speed")
-            _BENCH.check()
-            return plan
-        whole, each = _size(state, plan, budget)
-        asked, most = budget.bytes or whole * (budget.parameters or 0), _most(plan, settings)
+        (whole, each), units = _size(state, plan, budget), units_of(plan, settings.unit)
+        asked, most = budget.bytes or whole * (budget.parameters or 0), sum(u.most() for u in units)
         least = whole - most * each
         if not least <= asked < whole:
             reach = f"{least / whole:.6g} to 1 of" if budget.bytes is None else f"{math.ceil(least)} to {whole}"
             ((name, given),) = settings.budget.items()
             raise RecipeError(f"{name}: {given:.10g} cannot be reached: the rules leave from {reach} {name}")
-        return dataclasses.replace(plan, allocation=_without(plan, settings, (whole - asked) / each))
-
-
-def _most(plan: Plan, settings: Allocation) -> int:
-    """Return how many weights the rules can take."""
-    return sum(u.most() for u in units_of(plan, settings.unit))
-
-
-def _without(plan: Plan, settings: Allocation, weights: float) -> Allocation:
-    """Return settings whose target leaves out that many weights at least, in whole steps."""
-    units = units_of(plan, settings.unit)
-    step = min(part.step for u in units for part in u.parts)
-    zeros = min(math.ceil(weights / step) * step, _most(plan, settings))
-    return settings.model_copy(update={"target": zeros / sum(u.weights for u in units)})
+        step = min(part.step for u in units for part in u.parts)
+        zeros = min(math.ceil((whole - asked) / each / step) * step, most)
+        fraction = zeros / sum(u.weights for u in units)
+        return dataclasses.replace(plan, allocation=settings.model_copy(update={"target": fraction}))
 
 
 def _size(state: RunState, plan: Plan, budget: TargetBudget) -> tuple[int, float]:
@@ -176,70 +151,21 @@ def _size(state: RunState, plan: Plan, budget: TargetBudget) -> tuple[int, float
     biases = sum(parameters[f"{name}.bias"].numel() for name in owned if f"{name}.bias" in parameters)
     if budget.bytes is None:
         return count_parameters(state.skeleton), 1 + biases / weights
-    sizes = file_bytes(*_exported(state, "bytes are those"))
+    sizes = file_bytes(*_exported(state))
     matrices = {f"{x.name}.weight" for x in plan.linears} | {parent(x.name) for x in plan.linears}
     of_linears = sum(size for name, size in sizes.items() if name in matrices)
     return sum(sizes.values()), (of_linears + 4 * biases) / weights
 
 
-def _exported(state: RunState, what: str) -> tuple[PlannedModel, GgufOptions]:
-    """Return the model as it is exported as GGUF, and how; `what` of that file a budget is of."""
+def _exported(state: RunState) -> tuple[PlannedModel, GgufOptions]:
+    """Return the model as it is exported as GGUF, and how."""
     for i, export in enumerate(state.recipe.export):
         if export.format == "gguf":
             where = partial(state.loaded.where, "export", i, "options")
             return PlannedModel(state.skeleton, state.gguf), validate_options(GgufOptions, export.options, where)
     raise RecipeError(
-        f"{what} of a GGUF file, the one format with a width for each block; add export: [{{format: gguf}}]"
+        "bytes are those of a GGUF file, the one format with a width for each block; add export: [{format: gguf}]"
     )
-
-
-def _in_time(state: RunState, settings: Allocation) -> Allocation:
-    """Return settings with a fraction of zeros in place of a budget of speed.
-
-    The time of a token is measured with all and with half of the units; between them it falls with the weights.
-    """
-    if (asked := settings.budget.get("decode")) is None:
-        return settings
-    planned, options = _exported(state, "decode is the speed")
-    like, (dense, half) = Like.read(options.like, planned.gguf), _timed_files(state)
-    halved = sorted({x.pattern.unit for x in state.plan.linears if isinstance(x.pattern, Structured)})
-    dense.parent.mkdir(parents=True, exist_ok=True)
-    write(state.access, like, options.type, dense)
-    write(state.access, like, options.type, half, halved)
-    speed, gone = _faster(dense, half)
-    half.unlink()
-    state.note(f"decode: with half of {' and '.join(halved)} gone, llama.cpp is {speed:.4g} times as fast")
-    each, most = (1 - 1 / speed) / gone, min(_most(state.plan, settings), gone)
-    if (1 - 1 / asked) > most * each:
-        with state.loaded.at("allocation", "target"):
-            raise RecipeError(
-                f"decode: {asked:.10g} cannot be reached: without half of the units the file writes {speed:.4g} times "
-                "as fast on this machine"
-            )
-    return _without(state.plan, settings, (1 - 1 / asked) / each)
-
-
-def _timed_files(state: RunState) -> tuple[Path, Path]:
-    """Return where the dense model is, as it is exported, until the run ends, and one with half of the units."""
-    return state.store.blocks / "dense.gguf", state.store.blocks / "half.gguf"
-
-
-def _faster(dense: Path, file: Path) -> tuple[float, int]:
-    """Return how many times as fast as the dense model a file writes, and how many parameters it lacks."""
-    timed = bench([ModelSource(path=dense), ModelSource(path=file)], _BENCH)
-    first, second = timed.models
-    return timed.ratio(second, timed.lengths[0], "decode").median, first.parameters - second.parameters
-
-
-def speed_reached(state: RunState, file: Path) -> dict[str, float]:
-    """Return what a written file reached of a budget of speed, for `RunReport.exports`; empty without one."""
-    if state.recipe.allocation is None or "decode" not in state.recipe.allocation.budget:
-        return {}
-    try:
-        return {"decode": _faster(_timed_files(state)[0], file)[0]}
-    except CompressxError as error:  # the model is written, and its speed is only told
-        state.note(f"decode: not timed: {error}")
-        return {}
 
 
 def _measured(state: RunState, settings: Allocation) -> None:
@@ -248,7 +174,7 @@ def _measured(state: RunState, settings: Allocation) -> None:
         allocated = None
         state.report_progress("allocate", 0, 1)
         if ranks.first:
-            settings, batches = _in_time(state, settings), state.batches
+            batches = state.batches
             keep = state.keep("allocation", stored_windows(state.plan, settings, sum(map(len, batches))))
             try:
                 final, report = allocate(

@@ -253,7 +253,7 @@ def check_allocation(plan: Plan) -> None:
     groups = _sharing(units_of(plan, settings.unit))
     for group in groups:
         weights, most = sum(u.weights for u in group), sum(u.most() for u in group)
-        if not settings.budget and round(settings.fraction * weights) > most:  # a budget is checked for itself
+        if round(settings.fraction * weights) > most:
             alone = "" if group[0].block else f" of {group[0].linears[0].name}"
             raise RecipeError(
                 f"target {settings.fraction:g} cannot be reached: the patterns{alone} allow at most "

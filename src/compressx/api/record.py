@@ -122,7 +122,7 @@ class AllocationReport:
         weights: of all planned linears.
         zeros: that were given to them.
         units: what was given one sparsity, in the model's order.
-        budget: what was asked for in place of a fraction of zeros: `parameters`, `bytes` or `decode`, with its number.
+        budget: what was asked for in place of a fraction of zeros: `parameters` or `bytes`, with its number.
         parameters: of the dense model, and those that are left without the units that went whole; counted from the
             masks. None where no units did.
     """

@@ -71,8 +71,6 @@ def of_plan(plan: Plan, *, every: bool = False) -> Iterator[Section]:
     sparsity = f"sparsity {zeros_of(plan.linears) / weights:.2%}"
     if plan.allocation is not None:
         sparsity = f"target sparsity {plan.allocation.fraction:.2%}"
-        if budget := plan.allocation.budget:  # of speed, which is timed when the recipe is run
-            sparsity = f"target decode: {budget['decode']:g}"
     yield Section(note=f"{len(plan.linears)} linears, {weights / 1e6:.1f} M weights, {sparsity}")
     if plan.warning:
         yield Section(note=f"warning: {plan.warning}")

@@ -200,8 +200,8 @@ class _Alive:
     biased: bool
 
 
-def _alive(block: Block, kinds: Collection[UnitKind], halved: Collection[UnitKind]) -> dict[UnitKind, _Alive]:
-    """Find what contributes: units whose columns of the output are not all zero; of `halved` kinds the first half."""
+def _alive(block: Block, kinds: Collection[UnitKind]) -> dict[UnitKind, _Alive]:
+    """Find what contributes: units whose columns of the output are not all zero."""
     found = {}
     for kind in kinds:
         try:
@@ -214,13 +214,11 @@ def _alive(block: Block, kinds: Collection[UnitKind], halved: Collection[UnitKin
         ((linear, own),) = outputs
         live = torch.zeros(sets[0].count, dtype=torch.bool)
         live[own.unit[(linear.held != 0).any(dim=0).cpu()]] = True
-        if kind in halved:
-            live = torch.arange(len(live)) < len(live) // 2
         found[kind] = _Alive(sets[0], live, linear.bias is not None and bool((linear.bias != 0).any()))
     return found
 
 
-def parts_of(access: Access, like: Like, halved: Collection[UnitKind] = ()) -> tuple[str, list[_Cut]]:
+def parts_of(access: Access, like: Like) -> tuple[str, list[_Cut]]:
     """Choose what is written of each block: no dead neurons, key/value groups and blocks, as far as a file can say so.
 
     Returns:
@@ -233,7 +231,7 @@ def parts_of(access: Access, like: Like, halved: Collection[UnitKind] = ()) -> t
     config = text_config(access.model)
     for i, (fqn, module) in enumerate(known.blocks.items()):
         with access.materialise(fqn):
-            every[fqn] = _alive(Block(i, fqn, module, known.inside(fqn), (), config), kinds, halved)
+            every[fqn] = _alive(Block(i, fqn, module, known.inside(fqn), (), config), kinds)
     found = {fqn: x for fqn, x in every.items() if not _adds_nothing(x, known.inside(fqn))}
     types = getattr(config, "layer_types", None) or []
     left = [kind for kind, fqn in zip(types, known.blocks, strict=False) if fqn in found]
@@ -478,11 +476,8 @@ class _Places:
         return {f"{architecture}.{key}": x for key, x in found.items()}
 
 
-def write(
-    access: Access, like: Like, kind: str, path: Path, halved: Collection[UnitKind] = (),
-    own: Mapping[str, Any] | None = None,
-) -> str:  # fmt: skip
-    """Write a model to a GGUF file, one tensor at a time, and return a line about it; of `halved` units half alone.
+def write(access: Access, like: Like, kind: str, path: Path, own: Mapping[str, Any] | None = None) -> str:
+    """Write a model to a GGUF file, one tensor at a time, and return a line about it.
 
     `own` is metadata in place of the like file's, as `own_tokenizer` returns it.
 
@@ -499,7 +494,7 @@ def write(
             return val if isinstance(val, bytes) else super()._pack_val(val, *args, **kwargs)
 
     refuse_foreign(access.model, like)
-    architecture, parts = parts_of(access, like, halved)
+    architecture, parts = parts_of(access, like)
     with access.materialise(OUTSIDE):  # where a streamed model has its head tied
         layout = _Places(access.model, like, architecture)
     tensors = layout.written(parts, kind)

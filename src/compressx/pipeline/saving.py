@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from compressx.allocation.stage import speed_reached
 from compressx.api.exporter import Exporter, FinishedModel, PlannedModel
 from compressx.data.documents import local_files
 from compressx.evaluation.evaluators import evaluate
@@ -123,8 +122,7 @@ def written(state: RunState, output: Path) -> Iterator[dict[str, Any]]:
                 state.note(f"{export.format}: {told}")
         size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
         found = {"format": export.format, "folder": folder.relative_to(output).as_posix(), "bytes": size}
-        speed = speed_reached(state, folder / "model.gguf") if export.format == "gguf" else {}
-        yield found | _measured(state, export.format, folder, getattr(exporter, "loads", None)) | speed
+        yield found | _measured(state, export.format, folder, getattr(exporter, "loads", None))
     if _OWN not in {export.format for export in state.recipe.export}:
         shutil.rmtree(model.folder)
 

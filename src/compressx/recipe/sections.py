@@ -76,20 +76,17 @@ _WINDOWS = "the first calibration windows to measure with"
 
 
 class TargetBudget(Strict):
-    """How small or fast the model has to become, in place of a fraction of zeros; with rules of units only."""
+    """How small the model has to become, in place of a fraction of zeros; with rules of units only."""
 
     parameters: StrictFloat | None = Field(
         None, gt=0, lt=1, description="fraction of all the model's parameters that stay, at most; 0.8 is 80%"
     )
     bytes: SizeField | None = Field(None, description="size of the GGUF file that is exported, at most, such as 120MB")
-    decode: StrictFloat | None = Field(
-        None, gt=1, description="times as fast as the dense model that the GGUF file writes in llama.cpp, at least"
-    )
 
     @model_validator(mode="after")
     def _one(self) -> TargetBudget:
         if len(self.model_dump(exclude_none=True)) != 1:
-            raise conflict("give exactly one of parameters, bytes, decode", sorted(self.model_fields_set))
+            raise conflict("give exactly one of parameters, bytes", sorted(self.model_fields_set))
         return self
 
 
@@ -117,7 +114,7 @@ class _Measuring(Strict):
     target: Annotated[
         Annotated[StrictFloat, Field(gt=0, lt=MAX_SPARSITY), Tag("number")] | Annotated[TargetBudget, Tag("mapping")],
         Discriminator(lambda value: "mapping" if isinstance(value, dict | TargetBudget) else "number"),
-    ] = Field(description=f"{_TARGET}; or a budget, {{parameters: 0.8}}, {{bytes: 120MB}} or {{decode: 1.3}}")
+    ] = Field(description=f"{_TARGET}; or a budget, {{parameters: 0.8}} or {{bytes: 120MB}}")
     sparsities: list[Annotated[StrictFloat, Field(gt=0, le=MAX_SPARSITY)]] = Field(
         default=[0.3, 0.5, 0.7, 0.9], min_length=2, description="sparsities to measure, increasing; 0.5 is 50%"
     )

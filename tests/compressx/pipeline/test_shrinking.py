@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import subprocess
 import sys
@@ -25,9 +24,7 @@ from tests.compressx.saved import save_tiny
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from compressx import prune
-from compressx.allocation import stage as allocating
 from compressx.api.exporter import PlannedModel
-from compressx.evaluation import bench as benching
 from compressx.evaluation.saved import apply_masks, evaluate_saved, measures, source_of
 from compressx.masks.inspect import inspect
 from compressx.masks.maskset import MaskSet
@@ -36,8 +33,7 @@ from compressx.models.blockwise import skipped
 from compressx.models.gguf_export import GgufOptions, file_bytes
 from compressx.pipeline.run import plan, run
 from compressx.plugins.manager import load_plugins
-from compressx.report.speeds import Length
-from compressx.runtime.errors import ArtifactError, CompressxError, RecipeError, UnsupportedModelError
+from compressx.runtime.errors import ArtifactError, RecipeError, UnsupportedModelError
 from compressx.shrink import stage as shrinking
 from compressx.testing import tiny_model, tiny_tokens
 from compressx.testing.models import TINY_CONFIGS
@@ -309,69 +305,14 @@ def test_a_budget_counts_the_biases_that_go_with_rows(models, asked, each, bias)
     assert found.allocation.target * sum(x.weights for x in found.linears) == pytest.approx(group)
 
 
-def pretended(seen: list[list[int]]) -> Any:
-    """Return a `bench` that has llama.cpp run the files, and says that a token takes a second for each byte."""
-
-    def bench(sources: Any, asked: Any) -> Any:
-        real = benching.bench(sources, dataclasses.replace(asked, rounds=1))
-        assert [x.dtype for x in real.models] == ["Q8_0", "Q8_0"]
-        seen.append([x.weight_bytes for x in real.models])
-        models = [
-            dataclasses.replace(x, seconds={Length(16, 64): {"decode": [x.weight_bytes] * 3}}) for x in real.models
-        ]
-        return dataclasses.replace(real, models=tuple(models))
-
-    return bench
-
-
-@pytest.mark.parametrize(("architecture", "rules"), [("llama", OPEN), ("qwen2", OPEN[:1])])
-def test_a_budget_of_speed_is_timed_and_kept_and_its_outcome_told(models, monkeypatch, architecture, rules):
-    source, seen = models(architecture), list[list[int]]()
-    like = write_like(Path("like.gguf"), AutoModelForCausalLM.from_pretrained(source), architecture)
-    asked = {"method": "divergence", "target": {"decode": 1.1}, "samples": 4, "sparsities": [0.3, 0.6]}
-    export = [{"format": "gguf", "options": {"like": str(like)}}]
-    settings = recipe(source, *rules, allocation=asked, export=export)
-    assert plan(settings).allocation.target.decode == 1.1
-    monkeypatch.setattr(allocating, "bench", pretended(seen))
-    stopped_at(settings, "prune", 1)
-    report = run(settings, resume=True)  # which does not choose again
-    (dense, half), (again, left) = seen
-    assert dense == again
-    step = 3 * 64 * 34
-    assert dense - half == 3 * step * len(rules), "32 of 96 neurons, which 32 divides, and a group"
-    assert dense / 1.1 - step <= left <= dense / 1.1
-    assert report.allocation.budget == {"decode": 1.1}
-    assert report.exports[0]["decode"] == pytest.approx(dense / left)
-    told = f"writes {dense / left:.3g} times as fast as the dense model's in llama.cpp; asked for: decode 1.1 at least"
-    assert told in Path("out/report.md").read_text()
-    asked["target"] = {"decode": 9.0}
-    with pytest.raises(RecipeError, match=rf"decode: 9 cannot be reached: .* {dense / half:.4g} times"):
-        run(recipe(source, *rules, allocation=asked, export=export, output="other"))
-
-
-def test_a_budget_of_speed_needs_llama_cpp_and_a_file_of_the_dense_model(models, unloaded, monkeypatch):
-    asked = {"method": "divergence", "target": {"decode": 1.1}}
-    settings = recipe(models("llama"), *OPEN, allocation=asked, export=["gguf"])
-    with pytest.raises(ArtifactError, match="takes metadata and tokenizer from a GGUF file of the dense model"):
-        run(settings)
-    there = benching.importlib.util.find_spec
-    monkeypatch.setattr(
-        benching.importlib.util, "find_spec", lambda name, *of: None if name == "xllamacpp" else there(name, *of)
-    )
-    with pytest.raises(CompressxError, match=r"target: .*pip install 'compressx\[llama-cpp\]'"):
-        run(settings)
-
-
 @pytest.mark.parametrize(
     ("rules", "target", "match"),
     [(OPEN, {"parameters": 0.1}, r"parameters: 0\.1 cannot be reached: the rules leave from 0\.\d+ to 1 of"),
      ([*OPEN, {"targets": ["lm_head"], "pruner": "wanda"}], {"parameters": 0.9}, "kv-groups, since zeros any"),
-     (OPEN, {"parameters": 0.9, "bytes": 10000}, "give exactly one of parameters, bytes, decode"),
+     (OPEN, {"parameters": 0.9, "bytes": 10000}, "give exactly one of parameters, bytes"),
      (OPEN, {"bytes": 10000}, r"bytes are those of a GGUF file, .*; add export: \[{format: gguf}\]"),
-     (OPEN, {"decode": 1.3}, r"decode is the speed of a GGUF file, .*; add export: \[{format: gguf}\]"),
-     (OPEN, {"decode": 1.0}, "expected more than 1"),
      (OPEN, {"parameters": 1.2}, "expected less than 1: fraction of all")],
-    ids=["out of reach", "weights too", "two", "no such file", "none to be fast", "no faster", "more than all"],
+    ids=["out of reach", "weights too", "two", "no such file", "more than all"],
 )  # fmt: skip
 def test_a_budget_that_rules_cannot_keep_is_refused_before_weights_are_read(models, unloaded, rules, target, match):
     with pytest.raises(RecipeError, match=match):
