@@ -171,7 +171,12 @@ def _named(model: Any, architecture: str) -> dict[str, np.ndarray]:
 
 
 def write_like(
-    path: Path, model: Any, architecture: str, keys: Mapping[str, Any] | None = None, tokenizer: Any = None
+    path: Path,
+    model: Any,
+    architecture: str,
+    keys: Mapping[str, Any] | None = None,
+    tokenizer: Any = None,
+    pre: str = "gpt-2",
 ) -> Path:
     """Write the GGUF file of a tiny model as llama.cpp's converter does, in float32, with a vocabulary of its own.
 
@@ -182,6 +187,7 @@ def write_like(
         keys: further metadata, or in place of the model's own; after `ARCHITECTURE.` where they have no `general.`;
             one of None is left out.
         tokenizer: of byte-level BPE, whose tokens, merges and template to write; otherwise a vocabulary of words.
+        pre: how that one splits text.
     """
     config = model.config
     writer = GGUFWriter(path, architecture)
@@ -205,7 +211,7 @@ def write_like(
         if tokenizer.chat_template:
             writer.add_chat_template(tokenizer.chat_template)
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("default" if tokenizer is None else "gpt-2")
+    writer.add_tokenizer_pre("default" if tokenizer is None else pre)
     writer.add_token_list(tokens)
     writer.add_token_types(types)
     writer.add_token_merges(merges)

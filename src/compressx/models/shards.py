@@ -269,6 +269,9 @@ def save_model(model: Any, tokenizer: Any | None, folder: Path, tensors: Mapping
             try:
                 with quiet_libraries():
                     tokenizer.save_pretrained(folder)
+                if (config := folder / "tokenizer_config.json").is_file():  # by the name in transformers 4 and 5
+                    named = config.read_text("utf-8").replace('"TokenizersBackend"', '"PreTrainedTokenizerFast"')
+                    config.write_text(named, "utf-8")
             except OSError:
                 raise
             except Exception as error:  # tokenizers raises a bare Exception for a full disk

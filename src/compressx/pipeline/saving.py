@@ -18,7 +18,7 @@ from compressx.models.access import InMemory
 from compressx.models.architecture import find_blocks, survey
 from compressx.models.checkpoint import Checkpoint, find_checkpoint, keep_settings, local_folder
 from compressx.models.export import check_output, not_written, refuse_overwriting, room_for
-from compressx.models.loading import load_model
+from compressx.models.loading import load_model, load_tokenizer
 from compressx.models.shards import save_model
 from compressx.planning.plan import Plan
 from compressx.plugins.kinds import EXPORTER
@@ -158,6 +158,9 @@ def check_saving(state: RunState, checkpoint: Checkpoint) -> None:
     with tempfile.TemporaryDirectory(prefix="compressx-") as folder:
         save_model(model, state.tokenizer, Path(folder) / "model", {})
         keep_settings(checkpoint, Path(folder) / "model")
+        if checkpoint.gguf_file is not None:  # of which transformers may read another tokenizer than it has written
+            written = load_tokenizer(Checkpoint(str(Path(folder) / "model")))
+            state.tokenizer.differs = getattr(written, "differs", None)
 
 
 def _refuse_overwriting(recipe: Recipe, checkpoint: Checkpoint) -> None:

@@ -14,11 +14,12 @@ from compressx.api.selector import AttentionRows, ModelFacts, Needle
 from compressx.data.documents import texts
 from compressx.models.access import Access
 from compressx.models.architecture import Architecture, text_config
+from compressx.models.checkpoint import Checkpoint
+from compressx.models.loading import load_tokenizer
 from compressx.prompts.frame import frame, text_ids
 from compressx.prompts.scores import global_blocks, read_scores
 from compressx.recipe.sources import DatasetSource
-from compressx.runtime.errors import CalibrationError
-from compressx.runtime.quiet import quiet_libraries
+from compressx.runtime.errors import CalibrationError, CompressxError
 
 
 @dataclass(frozen=True)
@@ -152,12 +153,10 @@ def tokenizer_beside(model: Any) -> Any:
     Raises:
         CalibrationError: there is none, or it cannot be read.
     """
-    from transformers import AutoTokenizer
-
     place = str(getattr(model.config, "name_or_path", "") or "")
-    with suppress(OSError, ValueError, LookupError, TypeError, AttributeError, ImportError), quiet_libraries():
+    with suppress(CompressxError):
         if place:
-            return AutoTokenizer.from_pretrained(place, trust_remote_code=False)  # None asks on the terminal
+            return load_tokenizer(Checkpoint(place))
     raise CalibrationError(
         "the selector chooses blocks or heads on synthetic prompts, which need the model's tokenizer, and there is "
         f"none beside the model ({place or 'which is not from a folder'}); pass tokenizer=..."

@@ -9,13 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.compressx.gguf_files import write_like
+from tests.compressx.llama_cpp import tokens_of
+from tests.conftest import SMOLLM2
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from compressx.data.windows import beginning
-from compressx.models.checkpoint import Checkpoint
-from compressx.models.loading import load_tokenizer
-from compressx.runtime.errors import ArtifactError
+from compressx.models.checkpoint import Checkpoint, find_checkpoint
+from compressx.models.loading import _SPLITS, load_tokenizer
+from compressx.pipeline.run import run
+from compressx.recipe.sources import ModelSource
+from compressx.runtime.errors import ArtifactError, UnsupportedModelError
 
 UNK = "<unk>"
 SPECIAL = ["<unk>", "<s>", "</s>", "<pad>"]
@@ -138,8 +143,6 @@ def test_truncation_and_padding_in_the_file_are_no_difference(tmp_path: Path) ->
 def test_settings_that_change_the_tokens_of_the_file_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from transformers import PreTrainedTokenizerFast
-
     def patched(_: Any, tokenizer: Tokenizer, *__: Any, **___: Any) -> Tokenizer:  # as with fix_mistral_regex
         tokenizer.normalizer = normalizers.Lowercase()
         return tokenizer
@@ -174,3 +177,70 @@ def test_only_a_gemma_begins_with_bos_of_its_own_accord_whatever_class_its_token
     assert beginning(tokenizer, False, Model()) is None
     tokenizer.bos_token = None
     assert beginning(tokenizer, "auto", Model()) is None, "there is none to begin with"
+
+
+NAMES = [name for names in _SPLITS for name in names.split()]
+APPROXIMATED = {"gpt-4o", "llama4", "kanana2", "minimax-m2", "tekken"}
+"""Of which llama.cpp takes marks apart from letters, unlike the models."""
+SPLIT = [*TEXTS[:5], *TEXTS[7:], "a  12", "x   3\n\n 4 ", "(a+b)=c; `x` $5 12345", "HTTPServer's I'LL",
+         "Über3 ÑandÚ'RE \t\n x", "naïve, voilà। ok。然后\uff0cno…", "  \n\n", "\r\n \r\n a",
+         "\uff11\uff12\uff13 ²½ Ⅷ", "a_b-c/d//e!\n/"]  # fmt: skip
+
+
+def gguf_of(folder: Path, pre: str, kind: str = "llama") -> Path:
+    """Write a GGUF file whose merges go across words, so that every way of splitting text gives other tokens."""
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer, made.decoder = _bytes(add_prefix_space=False, use_regex=False), decoders.ByteLevel()
+    alphabet = _bytes.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=900, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+    )
+    made.train_from_iterator(SPLIT * 6, trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, **NAMED, pad_token="<pad>")  # noqa: S106
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, vocab_size=len(tokenizer), **sizes))
+    return write_like(folder / "x.gguf", model, kind, {"rope.dimension_count": 16}, tokenizer, pre)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=() if x in {"smollm", "qwen2"} else pytest.mark.slow) for x in NAMES]
+)
+def test_text_of_a_gguf_file_is_split_as_llama_cpp_does(name: str, tmp_path: Path) -> None:
+    path = gguf_of(tmp_path, name)
+    ours = load_tokenizer(Checkpoint(str(tmp_path), path.name))(SPLIT, add_special_tokens=False)["input_ids"]
+    differ = [text for text, here, there in zip(SPLIT, ours, tokens_of(path, SPLIT), strict=True) if here != there]
+    assert all(name in APPROXIMATED and not text.isascii() for text in differ), differ
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+def test_a_run_from_a_gguf_file_writes_the_tokenizer_that_it_used(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = gguf_of(tmp_path, "smollm", kind)
+    run({"model": str(path), "prune": [{"targets": ["*"], "pruner": "magnitude", "sparsity": 0.5}], "output": "out"})
+    used, written = (load_tokenizer(x) for x in (Checkpoint(str(tmp_path), path.name), Checkpoint("out/model")))
+    assert written(SPLIT)["input_ids"] == used(SPLIT)["input_ids"]
+    assert (written.bos_token, written.eos_token) == (used.bos_token, used.eos_token)
+    config = json.loads(Path("out/model/tokenizer_config.json").read_text())
+    assert config["tokenizer_class"] != "TokenizersBackend", "which transformers 4 does not know"
+    of_auto = AutoTokenizer.from_pretrained("out/model")(SPLIT)["input_ids"]
+    card = Path("out/model/README.md").read_text()
+    assert (
+        ("PreTrainedTokenizerFast.from_pretrained" in card)
+        == (of_auto != used(SPLIT)["input_ids"])
+        == (kind == "qwen2")
+    )
+
+
+def test_a_way_to_split_text_that_is_not_known_is_refused(tmp_path: Path) -> None:
+    gguf_of(tmp_path, "deepseek-llm")
+    with pytest.raises(UnsupportedModelError, match=r"x.gguf: tokenizer.ggml.pre is 'deepseek-llm', .*; give the"):
+        load_tokenizer(Checkpoint(str(tmp_path), "x.gguf"))
+
+
+@pytest.mark.slow
+def test_smollm2_makes_the_tokens_that_llama_cpp_makes() -> None:
+    checkpoint = find_checkpoint(ModelSource(**SMOLLM2))
+    texts = [*SPLIT, *TEXTS, "<|im_start|>user\nHi  3<|im_end|>\n"]
+    assert load_tokenizer(checkpoint)(texts, add_special_tokens=False)["input_ids"] == tokens_of(checkpoint.file, texts)
