@@ -202,6 +202,15 @@ def test_a_model_in_bfloat16_passes_the_verification_and_stays_as_it_was(archite
     assert {p.dtype for p in recorded.block.module.parameters()} == {torch.bfloat16}
 
 
+def test_rotary_tables_with_one_entry_for_each_pair_turn_both_halves():
+    recorded = blocks.record("gpt-oss")
+    attention = layer.describe(recorded.block)
+    cos, _ = recorded.block.calls[0].kwargs["position_embeddings"]
+    assert attention.rotary is not None
+    assert attention.rotary[0].shape == (cos.shape[-2], 2 * cos.shape[-1])
+    layer.verify(recorded.block, attention, recorded.x)
+
+
 def test_the_geometry_takes_the_tables_of_the_first_sequence_of_a_batch():
     recorded = blocks.record("llama")
     cos, sin = recorded.block.calls[0].kwargs["position_embeddings"]
