@@ -173,5 +173,8 @@ base_option = click.option(
     "--base", metavar="MODEL", help="Model that a packed fine-tune, or masks of one, differ from: folder or hub id."
 )
 dtype_option = click.option(
-    "--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), default="auto", show_default=True
+    "--dtype",
+    type=click.Choice(["auto", "float32", "bfloat16", "float16"], case_sensitive=False),
+    default="auto",
+    show_default=True,
 )

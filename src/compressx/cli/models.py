@@ -86,7 +86,7 @@ def evaluate(
 
 @click.command(epilog="Example: compressx init ./my-model --output recipe.yaml")
 @click.argument("model")
-@click.option("--output", type=PATH, help="New file to write it to; by default it is printed.")
+@click.option("-o", "--output", type=PATH, help="New file to write it to; by default it is printed.")
 @click.option("--pruner", default="sparsegpt", show_default=True, shell_complete=plugin_names,
               help="Pruner of the first rule.")  # fmt: skip
 @dtype_option
@@ -105,25 +105,29 @@ def init(host: Host, /, model: str, output: Path | None, pruner: str, **found: A
     from compressx.models.checkpoint import find_checkpoint
     from compressx.models.loading import load_skeleton
     from compressx.planning.draft import draft
+    from compressx.recipe.schema import load_recipe
     from compressx.runtime.errors import ArtifactError
     from compressx.runtime.files import os_errors_named
 
     if output is not None and output.exists():
         raise ArtifactError(f"{output} exists and is not overwritten; name a new file after --output")
     source = source_of(model, **found)
-    text = draft(source, model, load_skeleton(find_checkpoint(source)), host.plugins(), pruner)
+    plugins = host.plugins()
+    text = draft(source, model, load_skeleton(find_checkpoint(source)), plugins, pruner)
     if output is None:
         click.echo(text, nl=False)
         return
     with os_errors_named("write", output), output.open("x", encoding="utf-8") as file:
         file.write(text)
-    click.echo(f"written to {output}; next: compressx plan {shlex.quote(str(output))}\nits run's {full_size()}")
+    click.echo(f"written to {output}; next: compressx plan {shlex.quote(str(output))}")
+    if told := full_size(load_recipe(output).recipe, plugins):
+        click.echo(f"its run's {told}")
 
 
 @click.command(epilog="Example: compressx apply runs/one/masks.safetensors ./tuned --output masked")
 @click.argument("masks", type=PATH)
 @click.argument("model")
-@click.option("--output", type=PATH, required=True, help="Folder to write the masked model to.")
+@click.option("-o", "--output", type=PATH, required=True, help="Folder to write the masked model to.")
 @click.option("--original", is_flag=True, help="Require the weights that were pruned, byte for byte.")
 @dtype_option
 @base_option
@@ -144,7 +148,7 @@ def apply(masks: Path, model: str, output: Path, original: bool, **found: Any) -
 @click.option("--masks", type=PATH, help="Masks to compare with; by default those beside the model.")
 @click.option("--base", metavar="MODEL", help="Model that it was tuned from: show what differs.")
 @click.option("--spectrum", is_flag=True, help="Show stable ranks, by singular values.")
-@click.option("--output", type=PATH, help="Folder for inspect.md, inspect.json and inspect.svg.")
+@click.option("-o", "--output", type=PATH, help="Folder for inspect.md, inspect.json and inspect.svg.")
 @revision_option
 @trust_option
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
@@ -304,10 +308,10 @@ def _flag(*loc: object) -> str:
 @click.option("--batch", type=int, default=1, show_default=True, help="Sequences at a time.")
 @click.option("--rounds", type=int, default=5, show_default=True, help="Rounds that count; one before them does not.")
 @click.option("--threads", type=int, help="Threads on the CPU; by default torch's choice.")
-@click.option("--engine", type=click.Choice(["torch", "llama.cpp"]), default="torch", show_default=True,
+@click.option("--engine", type=click.Choice(["torch", "llama.cpp"], case_sensitive=False), default="torch", show_default=True,
               help="What runs the models; llama.cpp takes .gguf files, and needs compressx[llama-cpp].")  # fmt: skip
 @click.option("--semi-structured", is_flag=True, help="Convert 2:4 weights for the sparse tensor cores of a GPU.")
-@click.option("--output", type=PATH, help="Folder for bench.md, bench.json and bench.svg.")
+@click.option("-o", "--output", type=PATH, help="Folder for bench.md, bench.json and bench.svg.")
 @dtype_option
 @base_option
 @revision_option

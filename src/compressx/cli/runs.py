@@ -54,7 +54,7 @@ def run(
         )  # fmt: skip
     if not quiet:
         terminal.show(*sections(report))
-        if report.layers and (told := tables.full_size(loaded.recipe.output, loaded.recipe)):
+        if report.layers and (told := tables.full_size(loaded.recipe, plugins)):
             click.echo(told)
         click.echo(f"written to {loaded.recipe.output}")
 
@@ -98,7 +98,7 @@ def plan(
         click.echo(json_text({**state.plan.to_dict(), **sizes.to_dict(), **time}, indent=1))
         return
     terminal.show(*tables.of_plan(state.plan, every=every), *tables.of_sizes(sizes), *tables.of_time(measured))
-    if state.plan.linears and (told := tables.full_size(loaded.recipe.output, loaded.recipe)):
+    if state.plan.linears and (told := tables.full_size(loaded.recipe, plugins)):
         click.echo(told)
 
 
@@ -115,7 +115,7 @@ def schema(host: Host) -> None:
 
 @click.command(epilog="Example: compressx compare runs/one runs/two --output compared")
 @click.argument("runs", nargs=-1, required=True, type=PATH)
-@click.option("--output", type=PATH, help="Folder for compare.md, compare.csv and compare.svg.")
+@click.option("-o", "--output", type=PATH, help="Folder for compare.md, compare.csv and compare.svg.")
 @errors_for_users
 def compare(runs: tuple[Path, ...], output: Path | None) -> None:
     """Compare the output folders RUNS side by side; with --output, write table and plot too."""
@@ -139,7 +139,9 @@ def compare(runs: tuple[Path, ...], output: Path | None) -> None:
     help="Values of a recipe key, such as prune.1.sparsity=0.4,0.5; repeated, every combination is run.",
 )
 @set_option
-@click.option("--output", type=PATH, help="Folder for all runs; by default the recipe's output with -sweep appended.")
+@click.option(
+    "-o", "--output", type=PATH, help="Folder for all runs; by default the recipe's output with -sweep appended."
+)
 @device_option
 @click.option("--restart", is_flag=True, help="Start interrupted runs over instead of continuing them.")
 @click.option("-q", "--quiet", is_flag=True, help="Print nothing but the comparison, errors and warnings.")

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from compressx.allocation.units import zeros_of
 from compressx.api.names import folded, kind_of
+from compressx.api.patterns import UNIT_KINDS
 from compressx.masks.inspect import AS_BASE, sparsity_of
+from compressx.planning.make import who_prunes
 from compressx.report import plots
 from compressx.report.section import Column, Section, Value, count_of, estimates, table
 from compressx.report.speeds import Spread
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from compressx.pipeline.sizes import RunSizes
     from compressx.pipeline.timed import RunTime
     from compressx.planning.plan import Plan
+    from compressx.plugins.manager import Plugins
     from compressx.prompts.answer import Answer
     from compressx.recipe.schema import Recipe
 
@@ -37,19 +40,17 @@ _SPECTRA = (
 )  # fmt: skip
 
 
-def full_size(folder: object = "OUTPUT", recipe: Recipe | None = None) -> str:
+def full_size(recipe: Recipe, plugins: Plugins) -> str:
     """Say that zeros are stored, and what makes that smaller; empty where a recipe did it, or keeps no `model/`."""
-    own_widths = recipe is not None and recipe.own_widths
-    formats = ["safetensors"] if recipe is None else [export.format for export in recipe.export]
-    if (recipe and recipe.shrink) or "safetensors" not in formats or (own_widths and "gguf" in formats):
+    units = any(isinstance(rule.pattern, str) for rule in recipe.prune)  # `shrink` may have refused their widths
+    formats = [export.format for export in recipe.export]
+    if recipe.shrink or "safetensors" not in formats or (units and "gguf" in formats):
         return ""
-    stored = f"files are as large as the dense model's: compressx {{}} {shlex.quote(str(folder))}"
-    if own_widths:
+    stored = f"files are as large as the dense model's: compressx {{}} {shlex.quote(str(recipe.output))}"
+    if units:
         return f"{stored.format('export')} --format gguf writes a smaller one, in which each block has its own width"
-    return (
-        f"{stored.format('pack')} makes them smaller; for a "
-        "smaller model, set shrink: true and pattern: neurons, kv-groups, experts or blocks"
-    )
+    able = ", ".join(f"{unit} ({who_prunes(unit, plugins)})" for unit in UNIT_KINDS)
+    return f"{stored.format('pack')} makes them smaller; for a smaller model, set shrink: true and prune units: {able}"
 
 
 def of_plan(plan: Plan, *, every: bool = False) -> Iterator[Section]:

@@ -103,6 +103,7 @@ class GgufOptions(BaseModel):
     @field_validator("type", mode="before")
     @classmethod
     def _quantized_elsewhere(cls, kind: object) -> object:
+        kind = kind.upper() if isinstance(kind, str) else kind
         if kind not in KINDS:
             raise ValueError(
                 f"{kind!r} is none of {', '.join(KINDS)}; for others write F16, then run llama.cpp's "

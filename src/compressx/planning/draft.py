@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Mapping
 from itertools import chain, combinations
 from pathlib import Path
 from typing import Any
@@ -55,12 +56,17 @@ def draft(source: ModelSource, name: str, skeleton: nn.Module, plugins: Plugins,
     called = Path(name).expanduser().resolve().name.removesuffix(".gguf")  # a hub id's last part, too
     recipe["output"] = f"runs/{called}-50"
     taken = {spec.name: _taken(spec, found, skeleton, recipe, plugins) for spec in plugins.offers["pruners"].values()}
-    targets, refusal = taken[pruner]
-    if not targets:
-        raise UnsupportedModelError(f"{pruner} prunes none of this model's linears: {refusal}; choose another --pruner")
-    few = {n: t for n, (t, _) in taken.items() if t and t != ["*"] and n != pruner}
-    rules = [f"  # - {_rule(only, n)}  # before the next rule" for n, only in few.items()]
-    rules.append(f"  - {_rule(targets, pruner)}  # half of the weights")
+    chosen, refusal = taken[pruner]
+    if not chosen:
+        able = ", ".join(name for name, (rule, _) in taken.items() if rule) or "there is none"
+        raise UnsupportedModelError(
+            f"{pruner} prunes none of this model's linears: {refusal}; give --pruner one that does: {able}"
+        )
+    few = [r for n, (r, _) in taken.items() if r and r["targets"] != ["*"] and n != pruner and "pattern" not in chosen]
+    rules = [f"  # - {_rule(only)}  # before the next rule" for only in few]
+    rules.append(f"  - {_rule(chosen)}  # half of the {chosen.get('pattern', 'weights')}")
+    if "pattern" in chosen:  # experts go with it only, and not every config can describe what the others leave
+        rules.append(f"{'' if _whole(chosen) else '# '}shrink: true  # write the smaller model")
     return "\n".join(
         [
             *_described(found, skeleton, name),
@@ -116,14 +122,22 @@ def _weights(linear: Linear) -> int:
     return linear.out_features * linear.in_features
 
 
-def _rule(targets: Sequence[str], pruner: str) -> str:
-    return f"{{targets: {json.dumps([*targets])}, pruner: {flow(pruner)}, sparsity: {_SPARSITY}}}"
+def _rule(rule: Mapping[str, Any]) -> str:
+    shown = {**rule, "targets": json.dumps(rule["targets"]), "pruner": flow(rule["pruner"])}
+    return "{" + ", ".join(f"{key}: {value}" for key, value in shown.items()) + "}"
 
 
-def _takes(targets: Sequence[str], why: str) -> str:
-    if not targets:
+def _whole(rule: Mapping[str, Any]) -> bool:
+    return rule.get("pattern") == "experts"
+
+
+def _takes(rule: Mapping[str, Any], why: str) -> str:
+    if not rule:
         return f"none: {why}"
-    return "all" if [*targets] == ["*"] else f"only {' and '.join(targets)}, in a rule of their own"
+    if "pattern" in rule:
+        return f"whole {rule['pattern']}, with pattern: {rule['pattern']}"
+    targets = rule["targets"]
+    return "all" if targets == ["*"] else f"only {' and '.join(targets)}, in a rule of their own"
 
 
 def _flow(values: dict[str, Any]) -> str:
@@ -132,20 +146,25 @@ def _flow(values: dict[str, Any]) -> str:
 
 def _taken(
     spec: PrunerSpec, found: Architecture, skeleton: nn.Module, recipe: dict[str, Any], plugins: Plugins
-) -> tuple[list[str], str]:
-    """Return the targets of a rule that a pruner takes on this model: `*`, or a kind or two; else why there is none."""
+) -> tuple[dict[str, Any], str]:
+    """Return a rule that a pruner takes on this model: of all linears, or a kind or two; else why there is none.
+
+    A pruner of whole units alone gets the first of its patterns that the model has.
+    """
     refusals: list[CompressxError] = []
-    for targets in chain([["*"]], _accepted(spec, found, skeleton, refusals)):
-        rule = {"targets": targets, "pruner": spec.name, "sparsity": _SPARSITY}
+    first: list[dict[str, Any]] = [{}] if spec.groups else [{"pattern": unit} for unit in spec.units]
+    few = ({"targets": targets} for targets in _accepted(spec, found, skeleton, refusals))
+    for given in chain(first, few):
+        rule = {"targets": ["*"], "pruner": spec.name, **given, "sparsity": _SPARSITY}
         try:
-            make_plan(recipe_from_dict({**recipe, "prune": [rule]}), plugins, skeleton)
+            make_plan(recipe_from_dict({**recipe, "prune": [rule], "shrink": _whole(rule)}), plugins, skeleton)
         except CompressxError as error:
             refusals.append(error)
         else:
-            return targets, ""
+            return rule, ""
     # That the model is not supported says more than that some linears are not.
     told = next((e for e in refusals if isinstance(e, UnsupportedModelError)), refusals[0])
-    return [], " ".join(str(told).rpartition("prune[0]: ")[2].split())
+    return {}, re.sub(r".*prune\[0\]\S*: ", "", " ".join(str(told).split()))
 
 
 def _accepted(

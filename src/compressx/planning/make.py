@@ -144,6 +144,11 @@ def _plan_rule(loaded: LoadedRecipe, plugins: Plugins, index: int) -> PlannedRul
     rule = loaded.recipe.prune[index]
     with loaded.at("prune", index, "pruner"):
         spec = plugins.find(PRUNER, rule.pruner)
+    if isinstance(rule.pattern, str) and rule.pattern not in spec.units:
+        raise RecipeError(
+            f"{loaded.where('prune', index, 'pattern')}: {spec.name} does not prune {rule.pattern}; it prunes "
+            f"{', '.join(spec.units) or 'no units'}; pruners that do: {who_prunes(rule.pattern, plugins)}"
+        )
     options = validate_options(spec.options, rule.options, lambda *at: loaded.where("prune", index, "options", *at))
     reconstructor = reconstructor_options = None
     if rule.reconstruct is not None:
@@ -200,11 +205,6 @@ def _pattern_of(loaded: LoadedRecipe, index: int, spec: PrunerSpec) -> Unstructu
     """Return a rule's pattern, with sparsity 0 if the rule gives none; of units only the sparsity counts."""
     rule = loaded.recipe.prune[index]
     if isinstance(rule.pattern, str):
-        if rule.pattern not in spec.units:
-            able = f"it prunes {', '.join(spec.units)}" if spec.units else "it prunes no units"
-            raise RecipeError(
-                f"{loaded.where('prune', index, 'pattern')}: {spec.name} does not prune {rule.pattern}; {able}"
-            )
         return Unstructured(rule.sparsity or 0.0)
     if not spec.groups and not (spec.nm and rule.pattern is not None):
         raise RecipeError(
@@ -225,6 +225,11 @@ def _pattern_of(loaded: LoadedRecipe, index: int, spec: PrunerSpec) -> Unstructu
             f"{did_you_mean(group, spec.groups)}"
         )
     return Unstructured(rule.sparsity or 0.0, group)
+
+
+def who_prunes(unit: str, plugins: Plugins) -> str:
+    """Name the pruners of a kind of units."""
+    return ", ".join(sorted(s.name for s in plugins.offers["pruners"].values() if unit in s.units)) or "none"
 
 
 def _check_fits(loaded: LoadedRecipe, linear: PlannedLinear, linears: Sequence[PlannedLinear]) -> None:

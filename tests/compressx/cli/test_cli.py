@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.compressx.architectures import KINDS
-from tests.compressx.built_in import PLUGINS
+from tests.compressx.built_in import BUILT_IN, PLUGINS
 from tests.compressx.cli.commands import invoke, printed, refused
 from tests.compressx.saved import save_tiny
 
@@ -58,7 +58,8 @@ def write_plugin(name: str, body: str) -> None:
 
 FULL_SIZE = "files are as large as the dense model's: compressx pack "
 PACKED = (
-    "{} makes them smaller; for a smaller model, set shrink: true and pattern: neurons, kv-groups, experts or blocks"
+    "{} makes them smaller; for a smaller model, set shrink: true and prune units: neurons (magnitude, wanda, ziplm), "
+    "kv-groups (attnprune, magnitude, wanda, ziplm), experts (reap), blocks (depth)"
 )
 
 # --- mistakes: each one clear message, and nothing written
@@ -312,7 +313,7 @@ def test_the_recipe_that_init_writes_is_planned_as_it_is_and_with_its_other_rule
 
 def test_init_and_plan_say_that_files_stay_as_large_and_what_makes_them_smaller_unless_it_is_asked_for(work):
     text = printed("init", "model", "--output", "new.yaml")
-    assert f"its run's {FULL_SIZE}{PACKED.format('OUTPUT')}" in text
+    assert f"its run's {FULL_SIZE}{PACKED.format('runs/model-50')}" in text
     shown = printed("plan", "r.yaml", "--set", "output=a b")
     assert shown.endswith(f"\n{FULL_SIZE}" + PACKED.format("'a b'") + "\n")
     shrunk = '{targets: ["*.mlp.*"], pruner: magnitude, pattern: neurons, sparsity: 0.25}'
@@ -326,7 +327,7 @@ def test_init_says_what_is_where_which_pruners_take_it_and_what_it_cannot_do(wor
     assert "# model: LlamaForCausalLM, 3 decoder blocks, 0.1 M weights,\n# 0.1 M of them in" in text
     assert "#   model.layers.0-2.self_attn.k_proj    32 x 64   0.0 M   3 linears\n" in text
     assert "#   attnprune    only *.q_proj and *.k_proj, in a rule of their own\n#   dare         all\n" in text
-    assert "give it a pattern: blocks\n#   magnitude    all\n" in text
+    assert "#   depth        whole blocks, with pattern: blocks\n#   magnitude    all\n" in text
     assert 'model: {path: "model", dtype: "bfloat16"}\n' in text
     Path("attention.yaml").write_text(text)
     assert len(json.loads(printed("plan", "attention.yaml", "--json"))["linears"]) == 6
@@ -335,7 +336,44 @@ def test_init_says_what_is_where_which_pruners_take_it_and_what_it_cannot_do(wor
     save_tiny(Path("alibi"), "bloom")
     message = refused("init", "alibi", "--pruner", "attnprune")
     assert "attnprune prunes none of this model's linears: transformer.h.0.self_attention (BloomAttention)" in message
-    assert "choose another --pruner" in message
+    assert message.endswith(
+        "give --pruner one that does: alps, dare, depth, magnitude, sensitivity, sparsegpt, wanda, ziplm\n"
+    )
+
+
+@pytest.mark.parametrize(
+    "architecture", ["llama", *(pytest.param(x, marks=pytest.mark.slow) for x in ("mixtral", "bloom"))]
+)
+@pytest.mark.parametrize("pruner", list(BUILT_IN))
+def test_init_writes_a_recipe_for_every_pruner_or_says_which_it_writes_one_for(pruner, architecture, work):
+    save_tiny(Path("tiny"), architecture)
+    done = invoke("init", "tiny", "--pruner", pruner, "--output", "r1.yaml")
+    if done.exit_code:
+        able = done.stderr.strip().rpartition(": ")[2].split(", ")
+        assert pruner not in able
+        printed("init", "tiny", "--pruner", able[0], "--output", "r1.yaml")
+    planned = json.loads(printed("plan", "r1.yaml", "--json"))
+    assert {x["pruner"] for x in planned["linears"]} == {able[0] if done.exit_code else pruner}
+    text = Path("r1.yaml").read_text().replace("  # - {targets", "  - {targets")
+    Path("r1.yaml").write_text(text.replace("# shrink:", "shrink:") if architecture == "llama" else text)
+    printed("plan", "r1.yaml")
+
+
+@pytest.mark.parametrize("unit", ["neurons", "kv-groups", "experts", "blocks"])
+def test_what_is_said_of_a_smaller_model_makes_one(unit, work):
+    """The advice of a plan, of a refused width of its own, and of a pruner that prunes no such units."""
+    save_tiny(Path("tiny"), "mixtral")
+    rule = "[{{targets: ['*'], pruner: {}, pattern: {}, sparsity: 0.5}}]"
+    plain = printed("plan", "r.yaml")
+    told = refused("plan", "r.yaml", "--set", "prune=" + rule.format("alps", unit), "--set", "model=./tiny")
+    able = told.strip().rpartition(": ")[2].split(", ")
+    assert f"{unit} ({', '.join(able)})" in plain
+    for pruner in able:
+        asked = ["r.yaml", "--set", "prune=" + rule.format(pruner, unit), "--set", "model=./tiny"]
+        said = printed("plan", *asked, "--set", "shrink=true")
+        assert "shrink" not in said
+        if unit != "experts":
+            assert "set shrink" not in printed("plan", *asked), "it may have refused these units"
 
 
 def planned(*options: str) -> list[str]:

@@ -121,7 +121,10 @@ def test_a_multiple_that_does_not_divide_the_neurons_is_refused_with_one_that_do
     [
         ({"sparsity": 0.001}, "0.001 drops none of the 96 neurons of model.layers.0.mlp; at least 0.333333 drops 32,"),
         ({"sparsity": 0.999}, "0.999 keeps none of the 96 neurons of model.layers.0.mlp; at most 0.666667 keeps 32,"),
-        ({"pruner": "sparsegpt"}, "sparsegpt does not prune neurons; it prunes no units"),
+        (
+            {"pruner": "sparsegpt"},
+            "sparsegpt does not prune neurons; it prunes no units; pruners that do: magnitude, wanda, ziplm",
+        ),
         (
             {"pruner": "ziplm", "pattern": None},
             "ziplm prunes whole units only; give it a pattern: neurons or kv-groups",
