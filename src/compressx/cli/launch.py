@@ -18,7 +18,7 @@ import click
 
 _Command = TypeVar("_Command", bound=Callable[..., None])
 
-GO_ON = {"run": "--resume continues", **dict.fromkeys(("sweep", "pack", "unpack"), "the same command continues")}
+GO_ON = {"run": "--resume continues", "sweep": "the same command continues"}
 """How to go on after an interrupted command, by the function's name."""
 
 _RUN_ID = "compressx-"

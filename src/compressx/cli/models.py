@@ -308,7 +308,8 @@ def _flag(*loc: object) -> str:
 @click.option("--batch", type=int, default=1, show_default=True, help="Sequences at a time.")
 @click.option("--rounds", type=int, default=5, show_default=True, help="Rounds that count; one before them does not.")
 @click.option("--threads", type=int, help="Threads on the CPU; by default torch's choice.")
-@click.option("--engine", type=click.Choice(["torch", "llama.cpp"], case_sensitive=False), default="torch", show_default=True,
+@click.option("--engine", type=click.Choice(["torch", "llama.cpp"], case_sensitive=False), default="torch",
+              show_default=True,
               help="What runs the models; llama.cpp takes .gguf files, and needs compressx[llama-cpp].")  # fmt: skip
 @click.option("--semi-structured", is_flag=True, help="Convert 2:4 weights for the sparse tensor cores of a GPU.")
 @click.option("-o", "--output", type=PATH, help="Folder for bench.md, bench.json and bench.svg.")

@@ -235,7 +235,9 @@ def of_packed(sizes: Sizes) -> Iterator[Section]:
         dense, packed = (sum(t.bytes for t in some), sum(t.packed_bytes for t in some))
         rows.append((kind, *_shares(dense, packed, sum(t.mask_and_values for t in some))))
     predicted = sum(tensor.mask_and_values for tensor in sizes.tensors)
-    rows.append(("files", *_shares(sizes.bytes, sizes.packed_bytes, predicted)))
+    rows.append(("files of weights", *_shares(sizes.bytes, sizes.packed_bytes, predicted)))
+    whole = (n + sizes.other_bytes for n in (sizes.bytes, sizes.packed_bytes, predicted))
+    rows.append(("the whole folder", *_shares(*whole)))
     megabytes = [Column(name, ".1f") for name in ("dense, MB", "packed, MB")]
     shares = [Column(name, ".2%") for name in ("packed / dense", "masks and values / dense")]
     note = "" if sizes.base is None else f"to be unpacked with its base, {sizes.base}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import difflib
+import glob
 import json
 import logging
 import math
@@ -34,6 +35,7 @@ from compressx.recipe.sources import DatasetField
 from compressx.recipe.validation import Strict, conflict
 from compressx.runtime.cache import cached
 from compressx.runtime.errors import CalibrationError, CompressxError, RecipeError, one_line
+from compressx.runtime.files import sha256_of
 from compressx.runtime.quiet import quiet_libraries
 
 _log = logging.getLogger(__name__)
@@ -132,10 +134,12 @@ class HarnessEvaluator:
         return rolling
 
     def fingerprint(self, text: Mapping[str, Sequence[str]]) -> list[str] | None:
-        """Return a hash of each task's documents; None with a task from a YAML file, which may read other files."""
-        if any(isinstance(task, str) and is_file(task) for task in self.options.tasks):
+        """Return a hash of each task's documents and files; None if code of a task may read whatever it likes."""
+        files = [task for task in self.options.tasks if isinstance(task, str) and is_file(task)]
+        if files and self.options.trust_task_code:
             return None
-        return [sha256(json.dumps([name, read]).encode()).hexdigest() for name, read in text.items()]
+        read = [sha256(json.dumps([name, read]).encode()).hexdigest() for name, read in text.items()]
+        return read + [digest for task in files for digest in _digests(task)]
 
     def evaluate(self, model: EvaluatedModel) -> Figures:
         """Return the metrics of each task or group, such as `{"arc_easy": {"acc": 0.61, "acc_stderr": 0.01}}`.
@@ -470,7 +474,17 @@ def _values_in_file(path: Path, code: list[str] | None = None) -> dict[Any, Any]
 
 
 def _refuse_code(task: str) -> None:
-    """Refuse a task file that makes the harness run code, itself or by one that it includes or, as a group, may name.
+    """Refuse a task file that makes the harness run code, itself or by one that it reads."""
+    for path, _, code in _files_of(task):
+        if code:
+            raise RecipeError(
+                f"lm_eval.tasks: {path} has {code[0]}, which runs Python code that comes with the task; if you "
+                "trust it, set lm_eval.trust_task_code: true, or give --trust-task-code"
+            )
+
+
+def _files_of(task: str) -> Iterator[tuple[Path, dict[Any, Any], list[str]]]:
+    """Yield a task file and those that it includes or, as a group, may name: each with its values, and its code.
 
     A group may name any task below its folder.
     """
@@ -480,13 +494,28 @@ def _refuse_code(task: str) -> None:
         if (path := left.pop().expanduser().resolve()) not in seen:
             seen.add(path)
             code: list[str] = []
-            others = _values_in_file(path, code).get("include", [])
-            if code:
-                raise RecipeError(
-                    f"lm_eval.tasks: {path} has {code[0]}, which runs Python code that comes with the task; if you "
-                    "trust it, set lm_eval.trust_task_code: true, or give --trust-task-code"
-                )
+            values = _values_in_file(path, code)
+            yield path, values, code
+            others = values.get("include", [])
             left += [path.parent / str(other) for other in (others if isinstance(others, list) else [others])]
+
+
+def _digests(task: str) -> list[str]:
+    """Hash a task file, those that it reads, and the local data that they name."""
+    found: set[Path] = set()
+    for path, values, _ in _files_of(task):
+        named = [p for text in _data_in(values) for p in map(Path, glob.glob(text, recursive=True))]  # noqa: PTH207
+        found |= {path, *named, *(p for folder in named if folder.is_dir() for p in folder.rglob("*"))}
+    return [f"{path.resolve()} {sha256_of(path)}" for path in sorted(found) if path.is_file()]
+
+
+def _data_in(value: Any, *, named: bool = False) -> Iterator[str]:
+    """Yield the texts in a task's file that may name its data."""
+    if isinstance(value, str) and named:
+        yield value
+    inside = value.items() if isinstance(value, dict) else enumerate(value if isinstance(value, list) else ())
+    for key, other in inside:
+        yield from _data_in(other, named=named or key in ("dataset_path", "dataset_kwargs"))
 
 
 @dataclass(frozen=True)

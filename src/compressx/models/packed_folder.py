@@ -47,6 +47,7 @@ class Sizes:
         tensors: every tensor, in the order of the files.
         bytes: of all weight files before packing.
         packed_bytes: of all weight files.
+        other_bytes: of the other files that are packed, which stay as they are.
         base: the name of the model that it was packed against, without which it cannot be unpacked; None if of none.
     """
 
@@ -54,12 +55,14 @@ class Sizes:
     tensors: tuple[PackedTensor, ...]
     bytes: int
     packed_bytes: int
+    other_bytes: int
     base: str | None
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data, for JSON."""
         return {
             "folder": str(self.folder), "bytes": self.bytes, "packed_bytes": self.packed_bytes,
+            "other_bytes": self.other_bytes,
             "base": self.base, "tensors": [asdict(tensor) for tensor in self.tensors],
         }  # fmt: skip
 
@@ -100,7 +103,9 @@ def sizes_of(folder: Path) -> Sizes:
     tensors = tuple(tensor for file in files for tensor in file.sizes())
     packed_bytes = sum(file.path.stat().st_size for file in files)
     base = next((file.base for file in files if file.base is not None), None)
-    return Sizes(model, tensors, sum(file.original_bytes for file in files), packed_bytes, base)
+    others = _others(folder, folder, [file.path for file in files], _PACKED, _PLAIN)[0]
+    other = sum(path.stat().st_size for path in others.values())
+    return Sizes(model, tensors, sum(file.original_bytes for file in files), packed_bytes, other, base)
 
 
 def pack_folder(

@@ -190,8 +190,18 @@ class Bench:
             f"all models the same random token ids below {self.below}. Prefill reads the prompt and "
             "gives the first new token. Decode writes the others greedily with a key/value cache; in torch by the "
             "model's own forward pass, without what `generate` does around it. Weights: what decoding reads of "
-            f"them; a copy within memory moves {self.copy_rate / 1e9:.1f} GB/s."
+            f"them; a copy within memory moves {self.copy_rate / 1e9:.1f} GB/s.{self._doubt()}"
         )
+
+    def _doubt(self) -> str:
+        """Say which ratios are no result: the rounds do not agree on which model is faster."""
+        unsure = [
+            f"{model.name}, {length.shown(stage)}"
+            for length in self.lengths for stage in STAGES for model in self.models[1:]
+            if (x := self.ratio(model, length, stage)).least < 1 < x.most
+        ]  # fmt: skip
+        told = "the rounds do not agree on which model is faster, so x says nothing; repeat it on an idle machine"
+        return f" Of {'; '.join(unsure)} {told}, with more --rounds." if unsure else ""
 
     def write(self, folder: Path) -> list[Path]:
         """Write `bench.md`, `bench.json` and `bench.svg`; files of these names are replaced.

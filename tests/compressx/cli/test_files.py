@@ -31,6 +31,9 @@ def test_pack_and_unpack_write_beside_the_model_and_print_the_sizes(pruned: Path
     rows = {re.sub(r"\s{2,}.*", "", line.strip()): line.split()[-4:] for line in shown.splitlines() if "%" in line}
     assert rows["tensors with zeros"][2:] == ["56.25%", "56.25%"]
     assert rows["other tensors"][2:] == ["100.00%", "100.00%"]
+    for column, folder in enumerate((pruned, pruned.with_name("tiny-packed"))):
+        size = sum(path.stat().st_size for path in folder.iterdir())
+        assert float(rows["the whole folder"][column]) == pytest.approx(size / 1e6, abs=0.05)
     printed("unpack", str(pruned.with_name("tiny-packed")))
     again = pruned.with_name("tiny-packed-unpacked")
     assert {p.name: p.read_bytes() for p in again.iterdir()} == {p.name: p.read_bytes() for p in pruned.iterdir()}
@@ -151,11 +154,12 @@ def test_the_current_folder_is_packed_beside_itself(pruned: Path, monkeypatch: p
     assert (pruned.with_name("tiny-packed") / "model.packed.safetensors").is_file()
 
 
-def test_ctrl_c_says_that_the_same_command_goes_on(pruned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_ends_a_pack_in_one_line_and_leaves_nothing(pruned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def stopped(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("compressx.models.packed_folder.pack_file", stopped)
     done = invoke("pack", "tiny")
     assert done.exit_code == 130
-    assert done.stderr.strip() == "interrupted; nothing was finished, nothing is kept"
+    assert done.stderr.strip() == "interrupted"
+    assert not [p for p in pruned.parent.iterdir() if "partial" in p.name]

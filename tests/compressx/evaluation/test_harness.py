@@ -23,7 +23,7 @@ from tests.compressx.cli.commands import printed, refused
 from tests.compressx.saved import save_tiny
 
 from compressx.data.documents import rendered
-from compressx.evaluation.lm_eval import LmEval, check_tasks, check_tokenizer, run_tasks, task_index
+from compressx.evaluation.lm_eval import HarnessEvaluator, LmEval, check_tasks, check_tokenizer, run_tasks, task_index
 from compressx.models.access import InMemory
 from compressx.plugins.manager import load_plugins
 from compressx.prompts.frame import frame
@@ -160,6 +160,28 @@ class TestCheckTasks:
         check_tasks(settings("wikitext"))
         with pytest.raises(RecipeError, match="no task is named 'wikitxt'; the nearest are wikitext"):
             check_tasks(settings("wikitxt"))
+
+
+@pytest.mark.parametrize(
+    "changed", ["mine.yaml", "shared/base.yaml", "data/a.jsonl", "folder/deep/b.json", "group/one.yaml", "letters.csv"]
+)
+def test_figures_of_task_files_are_cached_by_what_the_tasks_are_made_of(changed: str, project: Path) -> None:
+    for folder in ("shared", "data", "folder/deep", "group"):
+        (project / folder).mkdir(parents=True)
+    (project / "mine.yaml").write_text("task: mine\ninclude: shared/base.yaml\ndataset_path: ./folder")
+    (project / "shared/base.yaml").write_text("dataset_kwargs: {data_files: {test: 'data/*.jsonl', more: letters.csv}}")
+    (project / "group/all.yaml").write_text("group: all\ntask: [one]")
+    (project / "group/one.yaml").write_text("task: one\ndataset_path: json")
+    for name in ("data/a.jsonl", "folder/deep/b.json", "letters.csv", "unread.txt"):
+        (project / name).write_text("{}")
+    asked = HarnessEvaluator(settings("mine.yaml", "group/all.yaml"))
+    before = asked.fingerprint({})
+    assert before == asked.fingerprint({})
+    (project / "unread.txt").write_text("another")
+    assert before == asked.fingerprint({})
+    (project / changed).write_text((project / changed).read_text() + "\n")
+    assert before != asked.fingerprint({})
+    assert HarnessEvaluator(settings("mine.yaml", trust_task_code=True)).fingerprint({}) is None
 
 
 CODE = {

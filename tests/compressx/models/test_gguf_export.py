@@ -42,6 +42,12 @@ from compressx.recipe.sources import ModelSource
 from compressx.runtime.errors import ArtifactError, CompressxError, UnsupportedModelError
 
 
+def test_the_type_of_a_file_may_be_written_in_any_case() -> None:
+    assert [GgufOptions(type=kind).type for kind in ("q4_0", "Bf16", "F16")] == ["Q4_0", "BF16", "F16"]
+    with pytest.raises(ValueError, match="'Q4_K_M' is none of F16, BF16"):
+        GgufOptions(type="q4_k_m")
+
+
 def test_norms_and_routers_stay_in_float_and_the_output_matrix_in_eight_bits():
     assert stored_type("blk.0.attn_norm.weight", (64,), "Q4_0", tied=True) == "F32"
     assert stored_type("blk.0.ffn_gate_inp.weight", (4, 64), "F16", tied=True) == "F32"

@@ -57,6 +57,21 @@ def test_weights_are_read_once_for_all_sequences_of_a_batch(found: Bench) -> Non
     assert found.read_rate(pruned, LENGTH) == 5_000_000 * 10
 
 
+@pytest.mark.parametrize(
+    ("rounds", "sure"),
+    [([4.0, 1.0, 3.0], False), ([2.0, 2.0, 3.0], False), ([0.5, 1.5, 8.0], True), ([1.0, 2.0, 9.0], True),
+     ([1.1, 2.2, 9.9], True), ([3.0, 4.0, 8.9], False)],
+)  # fmt: skip
+def test_a_bench_says_where_its_rounds_do_not_agree(rounds: list[float], sure: bool) -> None:
+    seconds = {"prefill": rounds, "decode": FIRST["decode"]}
+    (_, shown) = Bench((model("dense", FIRST), model("pruned", seconds)), 2, 128, 8e9).sections()
+    told = (
+        "Of pruned, prefill 100; pruned, prefill 10 the rounds do not agree on which model is faster, so x says nothing"
+    )
+    assert (told in shown.note) != sure
+    assert ("do not agree" in shown.note) != sure
+
+
 def test_the_tables_have_a_row_for_each_model_and_length_and_say_what_they_mean(found: Bench) -> None:
     sizes, speeds = found.sections()
     assert sizes.note == "a machine. Peaks of memory are the process's, which has 200 MB before it loads a model."
