@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, TypeGuard
 
 import torch
@@ -66,13 +67,20 @@ def observe(
     mine = {name: linears[name] for name in asked}
     routed = {n: mine[n] for n, stats in asked.items() if any(is_routed(s.statistic) for s in stats.values())}
     with routing_watched(routed) as weights, inputs_watched(mine, feed := _Feed(asked, weights)):
-        for run in passes:
-            try:
-                with suppress(_AllObservedError):
-                    run()
-            finally:
-                feed.finish_batch()
+        _run(passes, feed)
+    if uncalled := {n: x for n, x in mine.items() if n not in feed.reached and x.expert is None}:
+        with _uncalled_watched(uncalled, before=feed):
+            _run(passes, feed)
     return feed.reached
+
+
+def _run(passes: Sequence[Callable[[], Any]], feed: _Feed) -> None:
+    for run in passes:
+        try:
+            with suppress(_AllObservedError):
+                run()
+        finally:
+            feed.finish_batch()
 
 
 def is_routed(statistic: Statistic) -> TypeGuard[RoutedStatistic]:
@@ -166,21 +174,31 @@ class _Feed:
                 self.wanted[name][role] = twin
                 if twin in others:
                     self.followers.add((name, role))
-            elif (name, role) in self.followers:
+            elif (name, role) in self.followers and not self._parted(name, role):
                 raise UnsupportedModelError(
                     f"{name} shared its input with another linear on the first batch and has one of its own on a later "
                     "one; give it a recipe rule with another pruner"
                 )
             else:
-                weights = (self.weights(name, len(x)),) if is_routed(mine.statistic) else ()
+                own = self.wanted[name][role]
+                weights = (self.weights(name, len(x)),) if is_routed(own.statistic) else ()
                 # The block's products may be narrow; a Hessian of bfloat16 products has negative eigenvalues.
                 with (
                     torch.autocast(x.device.type, enabled=False),
-                    unchanged(mine.pruner, name, x, *weights),
-                    blamed_on(f"update of the statistic of pruner {mine.pruner!r} failed on {name}"),
+                    unchanged(own.pruner, name, x, *weights),
+                    blamed_on(f"update of the statistic of pruner {own.pruner!r} failed on {name}"),
                 ):
-                    mine.statistic.update(x, *weights)
-                took.append(mine)
+                    own.statistic.update(x, *weights)
+                took.append(own)
+
+    def _parted(self, name: str, role: str) -> bool:
+        """Give a linear a statistic of its own, if the shared one has taken in what the linear was given, no more."""
+        shared = self.wanted[name][role]
+        if sum(shared in statistics for _, _, statistics in self.batch) != self.calls.count(name):
+            return False
+        self.wanted[name][role] = replace(shared, statistic=copy.deepcopy(shared.statistic))
+        self.followers.remove((name, role))
+        return True
 
     def finish_batch(self) -> None:
         """Let go of the inputs of the batch that has run, which tells whether the next may be left early.
@@ -223,6 +241,7 @@ def outputs_watched(linears: Mapping[str, Linear], take: Take) -> Iterator[None]
 
             hooks.callback(module.register_forward_hook(after).remove)
         hooks.enter_context(_experts_watched(linears, after=take))
+        hooks.enter_context(_uncalled_watched(linears, after=take))
         yield
 
 
@@ -265,6 +284,30 @@ def routing_watched(linears: Mapping[str, Linear]) -> Iterator[Callable[[str, in
 def _modules(linears: Mapping[str, Linear]) -> Iterator[tuple[str, nn.Module]]:
     """Yield the linears that are modules."""
     return ((name, linear.module) for name, linear in linears.items() if linear.expert is None)
+
+
+@contextmanager
+def _uncalled_watched(
+    linears: Mapping[str, Linear], before: Take = lambda _name, _input: None, after: Take = lambda _name, _output: None
+) -> Iterator[None]:
+    """Watch the products `weight @ x`, x [batch, features, tokens], of modules that are there for their weight alone.
+
+    Mamba's `dt_proj` is one: it has no hooks, since it is not called.
+    """
+    name_at = {x.held.data_ptr(): name for name, x in linears.items() if x.expert is None}
+
+    class Watch(TorchFunctionMode):
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            output = function(*args, **(kwargs or {}))
+            name = name_at.get(original(args[0]).data_ptr()) if function in _PRODUCTS else None
+            if name is None:
+                return output
+            before(name, args[1].mT)
+            after(name, turned := output.mT)
+            return turned.mT  # the model goes on with what `after` may have put a hook on
+
+    with Watch():
+        yield
 
 
 @contextmanager

@@ -183,7 +183,7 @@ class InMemory:
 
     def write(self, fqn: str, folder: Path, then: Callable[[], None] | None = None) -> None:
         """Begin to write a block's weights, so that an interrupted run can be resumed."""
-        tensors = shards.tensors_of(self.model, find_blocks(self.model), fqn)
+        tensors = shards.own_tensors(self.model, find_blocks(self.model), fqn)
         self._behind.begin(fqn, block_file(folder, fqn), lambda: shards.checkpoint_tensors(self.model, tensors), then)
 
     def written(self) -> None:
@@ -196,8 +196,7 @@ class InMemory:
         conversions = getattr(self.model, "_weight_conversions", None)
         shards.load(self.model, shards.of_file(block_file(folder, fqn), fqn), fqn, self.device)
         self.model._weight_conversions = conversions  # `save` needs those of the whole model
-        if fqn == shards.OUTSIDE:
-            self.model.tie_weights()  # loading replaced the embedding's parameter
+        self.model.tie_weights(recompute_mapping=False)  # loading replaced parameters that are shared
 
     def save(self, tokenizer: Any | None, written: Path, folder: Path) -> None:  # noqa: ARG002 - all is in memory
         """Save the model.

@@ -9,19 +9,24 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dis
 import os
+import sys
 from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
+from torch.overrides import TorchFunctionMode
 
-from compressx.api.pruner import Block, BlockCall
+from compressx.api.pruner import Block, BlockCall, Linear
 from compressx.models.access import Access, with_base
 from compressx.models.architecture import Architecture, text_config
 from compressx.models.arithmetic import products_in
@@ -33,6 +38,12 @@ from compressx.runtime.transfer import to_device, to_host, written_behind
 
 Keep: TypeAlias = Callable[[Tensor], Tensor]
 """Stores the hidden states of one batch; returns a persistent, writable tensor of the same values."""
+
+
+_FEW = 16
+"""Tokens of a run that only shows how blocks are called."""
+
+_FAILURES = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError, ArithmeticError)
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,16 +103,70 @@ class _Output(Tensor):
     """Output of a replaced block, usable as a tensor or as a tuple whose first item is the tensor."""
 
     alone: Tensor
+    fqn: str
     # Operations on it return plain tensors.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
-    def __iter__(self) -> Iterator[Tensor]:
+    def __iter__(self) -> Iterator[Any]:
+        # Only who unpacks it knows how long the tuple is: `hidden_states, indices = block(...)`.
+        frame = sys._getframe(1)
+        at = next(x for x in dis.get_instructions(frame.f_code) if x.offset == frame.f_lasti)
+        if at.opname != "UNPACK_SEQUENCE":
+            raise UnsupportedModelError(
+                f"{self.fqn}: the model goes through the output of this block; supported are models that use it whole, "
+                "index it, or unpack it into names"
+            )
+        return (self[i] for i in range(at.argval))
+
+    def __getattr__(self, name: str) -> Any:
         raise UnsupportedModelError(
-            "the model unpacks the output of its blocks; supported are models that use it whole or index it with [0]"
+            f"{self.fqn}: the model reads {name} of the output of this block; supported are tensors, and tuples whose "
+            "first item is the hidden states"
         )
 
-    def __getitem__(self, index: Any) -> Tensor:
-        return self.alone if isinstance(index, int) else self.alone[index]
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, int):
+            return self.alone if index == 0 else _Part(self.fqn, index)
+        return self.alone[index]
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Stands for what a replaced block would return beside its hidden states, at an index of its output."""
+
+    fqn: str
+    index: int
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise UnsupportedModelError(
+            f"{self.fqn}: the model reads {name} of what this block returns at {self.index}, {_HANDED}"
+        )
+
+    @classmethod
+    def __torch_function__(cls, function: Any, *_: Any) -> Any:
+        raise UnsupportedModelError(
+            f"the model computes {function.__name__} of what a block returns beside hidden states, {_HANDED}"
+        )
+
+
+_HANDED = "which can only be handed on to later blocks"
+
+
+@dataclass(frozen=True, eq=False)
+class LinkedCall(BlockCall):
+    """A call of a block that hands something on to later ones beside hidden states, or is handed it.
+
+    Attributes:
+        fqn: the block's name.
+        handed: what blocks returned, by their names; the same object for all blocks of a batch.
+        done: names of the blocks of whose output no later one is handed anything.
+    """
+
+    fqn: str
+    handed: UserDict[str, tuple[Any, ...]]
+    done: frozenset[str]
 
 
 class _AllBlocksReachedError(Exception):
@@ -109,7 +174,7 @@ class _AllBlocksReachedError(Exception):
 
 
 def capture_calls(
-    model: nn.Module, blocks: Mapping[str, nn.Module], batches: Sequence[Tensor], keep: Keep = in_memory
+    model: Callable[..., Any], blocks: Mapping[str, nn.Module], batches: Sequence[Tensor], keep: Keep = in_memory
 ) -> tuple[list[Tensor], dict[str, list[BlockCall]]]:
     """Record the hidden states before the first block, and each block's further arguments.
 
@@ -133,10 +198,12 @@ def capture_calls(
     for batch in batches:
         reached: list[str] = []
         passed: list[Tensor] = []
+        made: dict[str, BlockCall] = {}
 
         def record(
-            fqn: str, hidden: Tensor, call: BlockCall, reached: list[str] = reached, passed: list[Tensor] = passed
-        ) -> Tensor:
+            fqn: str, hidden: Tensor, call: BlockCall, reached: list[str] = reached, passed: list[Tensor] = passed,
+            made: dict[str, BlockCall] = made,
+        ) -> Tensor:  # fmt: skip
             if reached and not _same(hidden, passed[-1]):
                 raise UnsupportedModelError(
                     f"{fqn}: the model changes the hidden states between {reached[-1]} and this block, so blocks "
@@ -149,7 +216,7 @@ def capture_calls(
                 )
             reached.append(fqn)
             passed.append(hidden)
-            calls[fqn].append(BlockCall(_shared(call.args, known), _shared(dict(call.kwargs), known)))
+            made[fqn] = _changed(call, partial(_shared, known=known))
             if fqn == order[-1]:
                 raise _AllBlocksReachedError
             return hidden
@@ -158,11 +225,86 @@ def capture_calls(
             model(batch, use_cache=False)
         if reached != order:
             raise UnsupportedModelError(
-                f"{type(model).__name__}: expected its {len(order)} blocks to be called once each, in order; "
+                f"{order[0].rpartition('.')[0]}: expected its {len(order)} blocks to be called once each, in order; "
                 f"called: {', '.join(reached) or 'none'}"
             )
         states.append(keep(passed[0]))
+        for fqn, call in _linked(made).items():
+            calls[fqn].append(call)
     return states, calls
+
+
+def _linked(calls: Mapping[str, BlockCall]) -> dict[str, BlockCall]:
+    """Link the calls of a batch whose blocks hand on more than hidden states, given by block in order."""
+    handed: UserDict[str, tuple[Any, ...]] = UserDict()
+    wanted: set[str] = set()
+    linked: dict[str, BlockCall] = {}
+    for fqn, call in reversed([*calls.items()]):
+        found: list[str] = []
+        _changed(call, lambda x, found=found: found.append(x.fqn) if isinstance(x, _Part) else None)  # type: ignore[misc]
+        linked[fqn] = call
+        if found or fqn in wanted:
+            linked[fqn] = LinkedCall(call.args, call.kwargs, fqn, handed, frozenset({*found, fqn}) - wanted)
+        wanted |= {*found}
+    return linked
+
+
+def check_calls(model: nn.Module, found: Architecture) -> tuple[bool, set[str]]:
+    """Refuse before weights are read what `capture_calls` would refuse after.
+
+    The model runs with its blocks skipped, and zeros without memory for all weights outside of them; then each block
+    runs on the meta device.
+
+    Args:
+        model: on any device, `meta` included; nothing of it is changed.
+        found: its decoder blocks and linears.
+
+    Returns:
+        Whether a block is handed more of an earlier one's output than hidden states; and linears that their blocks do
+        not use, such as the attention of a decoder to an encoder that is not there.
+
+    Raises:
+        UnsupportedModelError: as `capture_calls`.
+    """
+    zeros = {
+        name: torch.zeros((), dtype=x.dtype).expand(x.shape)
+        for name, x in chain(model.named_parameters(), model.named_buffers())
+        if not found.block_of(name)
+    }
+    linked, unused = False, set[str]()
+    # What else fails is no matter of structure, and may be due to the zeros.
+    with evaluation_mode(model), torch.no_grad(), contextlib.suppress(*_FAILURES):
+        weightless = lambda ids, **settings: functional_call(model, zeros, (ids,), settings)  # noqa: E731 - one call
+        (state,), calls = capture_calls(weightless, found.blocks, [torch.zeros(1, _FEW, dtype=torch.int64)])
+        linked = any(isinstance(call, LinkedCall) for made in calls.values() for call in made)
+        for fqn, block in found.blocks.items():
+            with contextlib.suppress(*_FAILURES):
+                (call,) = calls[fqn]
+                unused |= _unused(block, found.inside(fqn), state.to("meta"), _changed(call, _on_meta))
+    return linked, unused
+
+
+def _on_meta(value: Any) -> Any:
+    return value.to("meta") if isinstance(value, Tensor) else value
+
+
+def _unused(block: nn.Module, linears: Mapping[str, Linear], state: Tensor, call: BlockCall) -> set[str]:
+    """Return the linears of a block whose weights it does nothing with; none if it does not run on the meta device."""
+    twins: dict[int, Any] = {id(x): nn.Parameter(_on_meta(x), x.requires_grad) for x in block.parameters()}
+    twins |= {id(x): _on_meta(x) for x in block.buffers()}
+    used: set[int] = set()
+
+    class Watch(TorchFunctionMode):
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if getattr(function, "__name__", "") != "__get__":  # which reads a shape or a dtype
+                used.update(map(id, args))
+            return function(*args, **(kwargs or {}))
+
+    twin = copy.deepcopy(block, twins)  # of no memory
+    with Watch():
+        replay(twin, state, call)
+    names = {name: x for name, x in linears.items() if x.expert is None}
+    return {name for name, x in names.items() if id(twins[id(getattr(x.module, x.parameter))]) not in used}
 
 
 def replay(block: nn.Module, hidden: Tensor, call: BlockCall) -> Tensor:
@@ -171,10 +313,15 @@ def replay(block: nn.Module, hidden: Tensor, call: BlockCall) -> Tensor:
     For float32 hidden states, tensors of fewer bits among the arguments (ALiBi, additive masks) are converted to
     float32 too, unless autocast is enabled.
     """
+    if isinstance(linked := call, LinkedCall):
+        handed = linked.handed
+        call = _changed(call, lambda x: handed[x.fqn][x.index] if isinstance(x, _Part) else x)
     if hidden.dtype == torch.float32 and not torch.is_autocast_enabled(hidden.device.type):
-        call = BlockCall(_in_float32(call.args), _in_float32(dict(call.kwargs)))
+        call = _changed(call, _in_float32)
     output = block(hidden, *call.args, **call.kwargs)
     result: Tensor = output[0] if isinstance(output, tuple | list) else output
+    if isinstance(linked, LinkedCall) and isinstance(output, tuple | list):
+        linked.handed[linked.fqn] = (None, *output[1:])
     return result
 
 
@@ -203,7 +350,7 @@ def replaced_forwards(
                 hidden = hidden.alone
             result = forward(fqn, hidden, BlockCall(further, kwargs))
             output = result.as_subclass(_Output)
-            output.alone = result
+            output.alone, output.fqn = result, fqn
             return output
 
         return run
@@ -229,29 +376,30 @@ def _same(hidden: Tensor, passed: Tensor) -> bool:
 
 
 def _in_float32(value: Any) -> Any:
-    """Convert float16 and bfloat16 tensors in a nested value to float32."""
-    if isinstance(value, Tensor):
-        return value.float() if value.dtype in (torch.bfloat16, torch.float16) else value
-    if isinstance(value, tuple | list):
-        return type(value)(map(_in_float32, value))
-    return {k: _in_float32(v) for k, v in value.items()} if isinstance(value, dict) else value
+    """Convert a float16 or bfloat16 tensor to float32."""
+    return value.float() if isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16) else value
 
 
 def _shared(value: Any, known: list[Tensor]) -> Any:
-    """Replace tensors by equal ones in `known`: rotary tables and masks repeat for batches of one shape."""
-    if isinstance(value, Tensor):
-        if any(other is value for other in known):
-            return value
-        for other in known:
-            if other.shape == value.shape and other.dtype == value.dtype and torch.equal(other, value):
-                return other
-        known.append(value)
+    """Replace a tensor by an equal one in `known`: rotary tables and masks repeat for batches of one shape."""
+    if not isinstance(value, Tensor) or any(other is value for other in known):
         return value
-    if isinstance(value, tuple | list):
-        return type(value)(_shared(v, known) for v in value)
-    if isinstance(value, dict):
-        return {k: _shared(v, known) for k, v in value.items()}
+    for other in () if value.is_meta else known:
+        if other.shape == value.shape and other.dtype == value.dtype and torch.equal(other, value):
+            return other
+    known.append(value)
     return value
+
+
+def _changed(call: BlockCall, change: Callable[[Any], Any]) -> BlockCall:
+    """Return a call with each argument, and each item of those that are containers, changed."""
+
+    def inside(value: Any) -> Any:
+        if isinstance(value, tuple | list):
+            return type(value)(map(inside, value))
+        return {k: inside(v) for k, v in value.items()} if isinstance(value, dict) else change(value)
+
+    return replace(call, args=inside(call.args), kwargs=inside(dict(call.kwargs)))
 
 
 def copy_shared_states(call: BlockCall, copies: dict[int, Any] | None = None) -> BlockCall:
@@ -264,15 +412,17 @@ def copy_shared_states(call: BlockCall, copies: dict[int, Any] | None = None) ->
     def own(value: Any) -> Any:
         return made.setdefault(id(value), copy.copy(value)) if isinstance(value, UserDict) else value
 
-    return BlockCall(tuple(map(own, call.args)), {name: own(value) for name, value in call.kwargs.items()})
+    handed = {"handed": own(call.handed)} if isinstance(call, LinkedCall) else {}
+    return replace(_changed(call, own), **handed)
 
 
-def shared_states(call: BlockCall) -> list[UserDict[Any, tuple[Tensor, ...]]]:
+def shared_states(call: BlockCall) -> list[UserDict[Any, tuple[Any, ...]]]:
     """Return what a model's blocks share beside hidden states: keys and values that later blocks of Gemma 4 use again.
 
-    It is in a `UserDict` among a block's arguments, the same object for all blocks of a batch.
+    It is in a `UserDict` among a block's arguments, the same object for all blocks of a batch, and in `LinkedCall`s.
     """
-    return [value for value in (*call.args, *call.kwargs.values()) if isinstance(value, UserDict)]
+    handed = [call.handed] if isinstance(call, LinkedCall) else []
+    return [*handed, *(value for value in (*call.args, *call.kwargs.values()) if isinstance(value, UserDict))]
 
 
 class Backwards:
@@ -284,7 +434,7 @@ class Backwards:
 
     def __init__(self, call: BlockCall) -> None:
         self._kept = shared_states(call)
-        self._leaves: list[dict[Any, tuple[Tensor, ...]]] = [{} for _ in self._kept]
+        self._leaves: list[dict[Any, tuple[Any, ...]]] = [{} for _ in self._kept]
         self._gradients: dict[int, Tensor] = {}  # by id of a leaf
 
     def run(self, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -292,7 +442,7 @@ class Backwards:
         for kept, leaves in zip(self._kept, self._leaves, strict=True):
             for key, tensors in [*kept.items()]:
                 if key not in leaves:
-                    leaves[key] = tuple(tensor.detach().requires_grad_(True) for tensor in tensors)
+                    leaves[key] = tuple(map(_leaf, tensors))
                 kept[key] = leaves[key]
         return run(x)
 
@@ -309,7 +459,7 @@ class Backwards:
         for kept, leaves in zip(self._kept, self._leaves, strict=True):
             for key in [*leaves]:
                 if kept[key] is leaves[key]:
-                    read += leaves[key]
+                    read += [leaf for leaf in leaves[key] if isinstance(leaf, Tensor) and leaf.requires_grad]
                     continue
                 for written, leaf in zip(kept.pop(key), leaves.pop(key), strict=True):  # nothing before has it
                     if (reached := self._gradients.pop(id(leaf), None)) is not None:
@@ -321,6 +471,11 @@ class Backwards:
                 before = self._gradients.get(id(leaf))
                 self._gradients[id(leaf)] = reached if before is None else before + reached
         return entered
+
+
+def _leaf(value: Any) -> Any:
+    """Return what a gradient can be had of, or the value itself where there is none, such as of indices."""
+    return value.detach().requires_grad_(True) if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
 @dataclass(frozen=True, eq=False)
@@ -403,6 +558,9 @@ def advance(fqn: str, runs: Sequence[Run], states: Sequence[Tensor], into: Seque
             output = run(state)
             fine.append(looks_finite(output))
             put(room, output)
+            if isinstance(call := run.call, LinkedCall):
+                for name in call.done:
+                    call.handed.pop(name, None)
     if first_damaged(rooms, fine) is not None:
         raise not_finite(fqn)
 

@@ -12,7 +12,7 @@ import re
 import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -44,11 +44,14 @@ class Shards:
         folder: with the files.
         files: file name by tensor name.
         members: tensor names by decoder block; `OUTSIDE` has the rest.
+        lent: by decoder block, names in the model of tensors that it shares with others and that are stored once; each
+            with the name in the model that they are stored under, and the names of the stored tensors.
     """
 
     folder: Path
     files: Mapping[str, str]
     members: Mapping[str, tuple[str, ...]]
+    lent: Mapping[str, Mapping[str, tuple[str, tuple[str, ...]]]] = field(default_factory=dict)
 
 
 def tensors_of(model: nn.Module, blocks: Iterable[str], fqn: str) -> dict[str, Tensor]:
@@ -57,6 +60,12 @@ def tensors_of(model: nn.Module, blocks: Iterable[str], fqn: str) -> dict[str, T
     if fqn != OUTSIDE:
         return tensors
     return {name: tensor for name, tensor in tensors.items() if not any(name.startswith(f"{b}.") for b in blocks)}
+
+
+def own_tensors(model: Any, blocks: Iterable[str], fqn: str) -> dict[str, Tensor]:
+    """Return those of `tensors_of` that are written with this block, not with another one that shares them."""
+    tensors, tied = tensors_of(model, blocks, fqn), model.all_tied_weights_keys
+    return {name: tensor for name, tensor in tensors.items() if tied.get(name, name) in tensors}
 
 
 def of_file(path: Path, fqn: str) -> Shards:
@@ -109,17 +118,46 @@ def find_shards(folder: Path, model: Any, blocks: Iterable[str]) -> Shards:
     renamings, converters = ([x for x in mapping if isinstance(x, kind)] for kind in (WeightRenaming, WeightConverter))
     known = {**model.state_dict(), **dict(model.named_buffers())}
     members: dict[str, list[str]] = {OUTSIDE: [], **{fqn: [] for fqn in blocks}}
+    stored: dict[str, tuple[str, ...]] = {}
     unread = []
     for name in files:
         renamed, _ = rename_source_key(name, renamings, converters, model.base_model_prefix, known)
-        block = next((fqn for fqn in members if fqn and renamed.startswith(f"{fqn}.")), OUTSIDE)
-        members[block].append(name)
+        members[_home(renamed, members)].append(name)
+        stored[renamed] = (*stored.get(renamed, ()), name)
         if renamed not in known:
             unread.append(renamed)
     ignored = {*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()), r"rotary_emb\.inv_freq$"}
     model.unread = tuple(n for n in unread if not any(re.search(p, n) for p in ignored))
     refuse_more_blocks(folder, model.unread, members)
-    return Shards(folder, files, {fqn: tuple(names) for fqn, names in members.items()})
+    lent: dict[str, dict[str, tuple[str, tuple[str, ...]]]] = {fqn: {} for fqn in members}
+    groups: dict[str, list[str]] = {}
+    for target, source in model.all_tied_weights_keys.items():
+        groups.setdefault(source, [source]).append(target)
+    for group in groups.values():
+        there = [name for name in group if name in stored]
+        if not there or len({_home(name, members) for name in group}) == 1:
+            continue
+        for other in there[1:]:
+            if not _are_equal(folder, files, stored[there[0]], stored[other]):  # transformers does not tie them either
+                del model.all_tied_weights_keys[other]
+                group.remove(other)
+        for name in group:
+            home = _home(name, members)
+            members[home] = [x for x in members[home] if x not in stored.get(name, ())]
+            lent[home][name] = there[0], stored[there[0]]
+    return Shards(folder, files, {fqn: tuple(names) for fqn, names in members.items()}, lent)
+
+
+def _are_equal(folder: Path, files: Mapping[str, str], *groups: Sequence[str]) -> bool:
+    """Return whether two groups of stored tensors are the same to the bit."""
+    with ExitStack() as stack:
+        one, other = ([_opened(folder / files[x], stack).get_tensor(x) for x in names] for names in groups)
+        return len(one) == len(other) and all(map(torch.equal, one, other))
+
+
+def _home(name: str, blocks: Iterable[str]) -> str:
+    """Return the block that has a tensor of a model, or `OUTSIDE`."""
+    return next((fqn for fqn in blocks if fqn and name.startswith(f"{fqn}.")), OUTSIDE)
 
 
 def refuse_more_blocks(where: Path | str, names: Iterable[str], blocks: Collection[str]) -> None:
@@ -170,6 +208,20 @@ def load(model: Any, shards: Shards, fqn: str, device: torch.device | str = "cpu
         raise ArtifactError(
             f"{shards.folder}: its tensors do not fit {type(model).__name__}: {', '.join(sorted(wrong))}"
         )
+
+
+def borrow(model: Any, shards: Shards, fqn: str, device: torch.device | str) -> None:
+    """Load the weights that a block shares with others, as `load` does."""
+    if not (lent := shards.lent.get(fqn, {})):
+        return
+    named = {theirs for theirs, _ in lent.values()}
+    before = {name: model.get_parameter(name) for name in named}
+    names = dict.fromkeys(name for _, stored in lent.values() for name in stored)
+    load(model, replace(shards, members={fqn: tuple(names)}), fqn, device)
+    loaded = {name: model.get_parameter(name) for name in named}
+    for name, parameter in (*before.items(), *((mine, loaded[theirs]) for mine, (theirs, _) in lent.items())):
+        module, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(module), leaf, parameter)
 
 
 def unload(module: nn.Module, names: Iterable[str]) -> None:

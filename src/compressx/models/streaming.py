@@ -100,6 +100,7 @@ class StreamedModel:
         model: the transformers model in evaluation mode; unloaded parameters are on the `meta` device.
         blocks: its decoder blocks by fully qualified name.
         source: files of the weights of each block and of `OUTSIDE`; `write` changes it.
+        stored: those of the checkpoint.
         device: of loaded weights.
         products, base: as for `Access`.
     """
@@ -108,6 +109,7 @@ class StreamedModel:
     model: Any
     blocks: Mapping[str, nn.Module]
     source: dict[str, Shards]
+    stored: Shards
     device: torch.device
     products: torch.dtype | None = None
     base: Access | None = None
@@ -126,7 +128,8 @@ class StreamedModel:
         module = self.model.get_submodule(fqn)
         self._ahead.end()
         self._behind.end(fqn)
-        shards.load(self.model, self.source[fqn], fqn, self.device)
+        shards.borrow(self.model, self.stored, fqn, self.device)
+        shards.load(self.model, self.source[fqn], fqn, self.device)  # the last, since `write` needs its conversions
         try:
             if fqn == OUTSIDE:
                 absent = {name for name, tensor in self.tensors(fqn).items() if tensor.is_meta}
@@ -194,8 +197,8 @@ class StreamedModel:
             if then is not None:
                 then()
 
-        tensors = lambda: shards.checkpoint_tensors(self.model, self.tensors(fqn))  # noqa: E731 - one call
-        self._behind.begin(fqn, path, tensors, read_from_there)
+        own = shards.own_tensors(self.model, self.blocks, fqn)
+        self._behind.begin(fqn, path, lambda: shards.checkpoint_tensors(self.model, own), read_from_there)
 
     def written(self) -> None:
         """Wait for all that `write` was given."""
@@ -219,7 +222,7 @@ class StreamedModel:
                     with self.materialise(fqn):
                         self.write(fqn, written)
             with self.materialise(OUTSIDE):
-                save_model(self.model, tokenizer, folder, self.tensors(OUTSIDE))
+                save_model(self.model, tokenizer, folder, shards.own_tensors(self.model, self.blocks, OUTSIDE))
         shards.join(folder, [self.source[fqn] for fqn in self.blocks])
 
 
@@ -257,7 +260,9 @@ def open_streamed(checkpoint: Checkpoint, device: torch.device | str = "cpu") ->
         module._buffers.update({n: b.to(device) for n, b in module._buffers.items() if b is not None and not b.is_meta})
     blocks = find_blocks(model)
     found = shards.find_shards(folder, model, blocks)
-    return StreamedModel(checkpoint, model, blocks, dict.fromkeys((OUTSIDE, *blocks), found), torch.device(device))
+    return StreamedModel(
+        checkpoint, model, blocks, dict.fromkeys((OUTSIDE, *blocks), found), found, torch.device(device)
+    )
 
 
 def is_larger_than_memory(checkpoint: Checkpoint, device: torch.device) -> bool:

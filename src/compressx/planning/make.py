@@ -13,6 +13,7 @@ import torch
 from compressx.api.patterns import NM, Asked, Structured, Units, Unstructured, count_dropped, nearest
 from compressx.api.pruner import Block, PrunerSpec, statistic_of
 from compressx.models.architecture import Architecture, survey, text_config
+from compressx.models.blockwise import check_calls
 from compressx.planning.plan import Plan, PlannedLinear, PlannedRule
 from compressx.planning.structured import (
     check_experts,
@@ -90,12 +91,25 @@ def make_plan(loaded: LoadedRecipe, plugins: Plugins, skeleton: torch.nn.Module)
     if plan.depth is not None:
         with mistakes.collected(), loaded.at("prune", plan.depth.rule.index):
             plan.depth.rule.build_depth()
-    observes = _check_blocks(loaded, plan, architecture, skeleton, assigned.ignored, mistakes)
-    needed = observes or bool(plan.sensitive) or plan.depth is not None
+    observing = _check_blocks(loaded, plan, architecture, skeleton, assigned.ignored, mistakes)
+    needed = bool(observing) or bool(plan.sensitive) or plan.depth is not None
     mistakes.add(*_text_mistakes(loaded, skeleton, needed))
-    mistakes.raise_all()
     measures = plan.allocation is not None
-    return replace(plan, needs_calibration=needed or measures or plan.reconstruct_block is not None)
+    plan = replace(plan, needs_calibration=needed or measures or plan.reconstruct_block is not None)
+    if plan.needs_calibration:
+        with mistakes.collected(), loaded.at("model"):
+            linked, unused = check_calls(skeleton, architecture)
+            if linked and plan.depth is not None:
+                raise UnsupportedModelError(
+                    f"{type(skeleton).__name__}: its blocks hand on more than hidden states, so none of them can be "
+                    "left out; prune single weights, or neurons"
+                )
+            why = "its block does not use it, so that no input of it can be seen"
+            blind = {x.name: why for x in plan.linears if x.name in unused and x.rule in observing}
+            left = tuple(x for x in plan.linears if x.name not in blind)
+            plan = replace(plan, linears=left, skipped={**plan.skipped, **blind})
+    mistakes.raise_all()
+    return plan
 
 
 def _matrices(architecture: Architecture, skeleton: torch.nn.Module) -> tuple[int, int]:
@@ -289,9 +303,9 @@ def _text_mistakes(loaded: LoadedRecipe, skeleton: torch.nn.Module, needed: bool
 def _check_blocks(
     loaded: LoadedRecipe, plan: Plan, found: Architecture, skeleton: torch.nn.Module, ignored: Mapping[str, str],
     mistakes: Mistakes,
-) -> bool:  # fmt: skip
-    """Run each pruner's check on its blocks; return whether any pruner observes calibration text."""
-    observes = False
+) -> set[PlannedRule]:  # fmt: skip
+    """Run each pruner's check on its blocks; return the rules whose pruners observe calibration text."""
+    observing: set[PlannedRule] = set()
     config = text_config(skeleton)
     failed: set[PlannedRule] = set()
     blocks = [Block(i, n, block, found.inside(n), (), config) for i, (n, block) in enumerate(found.blocks.items())]
@@ -309,11 +323,11 @@ def _check_blocks(
                     alone = not block.fqn or not isinstance(error, UnsupportedModelError)
                     more = "" if alone else _elsewhere(loaded, plan, rule, blocks)
                     raise type(error)(f"{error}{more}{told and f' ({told})'}") from error
-                if not observes and rule in asked:
+                if rule not in observing and rule in asked:
                     with loaded.at("prune", rule.index):
-                        observes = _observes(rule, block, patterns)
+                        observing |= {rule} if _observes(rule, block, patterns) else set()
                 failed.remove(rule)
-    return observes
+    return observing
 
 
 def _check_block(loaded: LoadedRecipe, rule: PlannedRule, block: Block, patterns: Mapping[str, Asked]) -> None:

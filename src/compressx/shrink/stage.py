@@ -200,11 +200,15 @@ def _save_streamed(access: StreamedModel, made: Smaller, small: Any, tokenizer: 
         parts = []
         for fqn in made.blocks:
             with access.materialise(fqn):
-                left = shards.checkpoint_tensors(small, made.cuts.all(access.tensors(fqn)))
+                left = shards.checkpoint_tensors(
+                    small, made.cuts.all(shards.own_tensors(access.model, access.blocks, fqn))
+                )
                 shards.write(block_file(Path(beside), fqn), left)
             parts.append(shards.of_file(block_file(Path(beside), fqn), fqn))
         with access.materialise(OUTSIDE):
-            save_model(small, tokenizer, folder, made.cuts.all(access.tensors(OUTSIDE)))
+            save_model(
+                small, tokenizer, folder, made.cuts.all(shards.own_tensors(access.model, access.blocks, OUTSIDE))
+            )
         shards.join(folder, parts)
 
 

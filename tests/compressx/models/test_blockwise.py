@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tests.accelerator import Counts, pretended_accelerator
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from compressx.models.access import Access, InMemory
 from compressx.models.architecture import survey
@@ -15,11 +17,13 @@ from compressx.models.blockwise import (
     advance,
     capture,
     capture_calls,
+    check_calls,
     each_block,
     in_memory,
     passes,
     replay,
     run_around,
+    shared_states,
 )
 from compressx.models.checkpoint import Checkpoint
 from compressx.models.streaming import open_streamed
@@ -206,19 +210,72 @@ def test_a_model_that_changes_hidden_states_between_blocks_is_refused():
         capture_calls(model, survey(model).blocks, [tiny_tokens(sequences=2)])
 
 
-def test_a_model_that_unpacks_what_its_blocks_return_is_refused(monkeypatch: pytest.MonkeyPatch):
-    model = tiny_model("llama")
+def hands_on(model: Any, take: str) -> Any:
+    """Make a model's blocks return (hidden states, what `take` makes of them), which the next block is handed."""
+    for layer in model.model.layers:
+        plain = layer.forward
 
-    def forward(input_ids, **_):
-        hidden = model.model.embed_tokens(input_ids)
+        def forward(hidden, handed=None, plain=plain, **kwargs):
+            out = plain(hidden if handed is None else hidden + 0.1 * handed, **kwargs)
+            return out, (out.roll(1, 1) if take == "states" else out.argmax(-1, keepdim=True) / 64)
+
+        layer.forward = forward
+
+    def outer(input_ids, **_):
+        hidden, handed = model.model.embed_tokens(input_ids), None
+        places = torch.arange(input_ids.shape[1])[None]
+        turned = model.model.rotary_emb(hidden, places)
         for layer in model.model.layers:
-            hidden, _ = layer(hidden)
-        return hidden
+            if take == "index":
+                out = layer(hidden, handed, position_embeddings=turned)
+                hidden, handed = out[0], out[1]
+            else:
+                hidden, handed = layer(hidden, handed=handed, position_embeddings=turned)
+        return BaseModelOutputWithPast(last_hidden_state=model.model.norm(hidden))
 
-    monkeypatch.setattr(model.model, "forward", forward)
-    for sequences in (2, 3):
-        with pytest.raises(UnsupportedModelError, match="the model unpacks the output of its blocks"):
-            capture_calls(model, survey(model).blocks, [tiny_tokens(sequences=sequences)])
+    model.model.forward = outer
+    return model
+
+
+@pytest.mark.parametrize("take", ["states", "indices", "index"])
+def test_what_a_block_returns_beside_hidden_states_reaches_the_next_one(take: str):
+    model = hands_on(tiny_model("llama"), take)
+    found, batches = survey(model), [tiny_tokens(sequences=2), tiny_tokens(sequences=3, seed=1)]
+    with torch.no_grad():
+        expected = [model(ids, use_cache=False).logits for ids in batches]
+        states, calls = capture(access := InMemory(model), found, batches)
+        for block, runs in each_block(access, found, calls):
+            alone = [run.isolated(x) for run, x in zip(runs, states, strict=True)]
+            advance(block.fqn, runs, states)
+            assert all(map(torch.equal, alone, states))
+        for ids, state, logits in zip(batches, states, expected, strict=True):
+            assert torch.equal(run_around(model, found.blocks, ids, state).logits, logits)
+    assert all(not handed for call in calls["model.layers.2"] for handed in shared_states(call))  # nothing is held
+    assert check_calls(model, found) == (True, set())
+
+
+@pytest.mark.parametrize(
+    ("loop", "told"),
+    [
+        ("hidden, *_ = layer(hidden)", "the model goes through the output of this block"),
+        ("hidden = list(layer(hidden))[0]", "the model goes through the output of this block"),
+        ("hidden = layer(hidden).states", "the model reads states of the output of this block"),
+        ("hidden, rest = layer(hidden); hidden = hidden + rest", "the model computes add of what a block returns"),
+        ("hidden, rest = layer(hidden); rest.scale", "reads scale of what this block returns at 1, which can only"),
+        ("layer(layer(hidden)[0])", "changes the hidden states|called: "),
+    ],
+)
+def test_what_cannot_be_run_one_block_at_a_time_is_refused_without_weights_too(loop: str, told: str):
+    model = tiny_model("llama")
+    source = f"def forward(input_ids, **_):\n hidden = embed(input_ids)\n for layer in layers:\n  {loop}"
+    space: dict[str, Any] = {"embed": model.model.embed_tokens, "layers": model.model.layers}
+    exec(source, space)  # noqa: S102 - the test's own
+    model.model.forward = space["forward"]
+    found = survey(model)
+    with pytest.raises(UnsupportedModelError, match=told):
+        capture_calls(model, found.blocks, [tiny_tokens(sequences=2)])
+    with pytest.raises(UnsupportedModelError, match=told):
+        check_calls(model.to("meta"), found)
 
 
 def test_several_residual_streams_are_refused(monkeypatch):
