@@ -316,7 +316,7 @@ def replay(block: nn.Module, hidden: Tensor, call: BlockCall) -> Tensor:
     if isinstance(linked := call, LinkedCall):
         handed = linked.handed
         call = _changed(call, lambda x: handed[x.fqn][x.index] if isinstance(x, _Part) else x)
-    if hidden.dtype == torch.float32 and not torch.is_autocast_enabled(hidden.device.type):
+    if hidden.dtype == torch.float32 and (hidden.is_meta or not torch.is_autocast_enabled(hidden.device.type)):
         call = _changed(call, _in_float32)
     output = block(hidden, *call.args, **call.kwargs)
     result: Tensor = output[0] if isinstance(output, tuple | list) else output

@@ -14,7 +14,7 @@ import torch
 from compressx.models import gguf_header, gguf_settings
 from compressx.models.architecture import find_blocks, text_config
 from compressx.models.checkpoint import Checkpoint, explained, local_folder
-from compressx.models.shards import refuse_more_blocks
+from compressx.models.shards import find_shards, refuse_more_blocks
 from compressx.runtime.errors import ArtifactError, UnsupportedModelError, one_line
 from compressx.runtime.quiet import quiet_libraries
 
@@ -100,7 +100,14 @@ def load_empty(checkpoint: Checkpoint) -> Any:
         config = _config(checkpoint)
         requested = None if checkpoint.dtype == "auto" else getattr(torch, checkpoint.dtype)
         dtype = requested or config.dtype or _stored_dtype(local_folder(checkpoint))
-        return build_empty(config, dtype, trust_remote_code=checkpoint.trust_remote_code).eval()
+        model = build_empty(config, dtype, trust_remote_code=checkpoint.trust_remote_code).eval()
+        if model.can_generate():  # settings of generation may stand in config.json, whose class leaves them out
+            model.adjust_generation_fn(
+                None, True, None, checkpoint.location, cache_dir=None, force_download=False, proxies=None,
+                local_files_only=False, token=None, revision=checkpoint.revision or "main", subfolder="",
+                trust_remote_code=checkpoint.trust_remote_code,
+            )  # fmt: skip
+        return model
 
 
 def build_empty(config: Any, dtype: torch.dtype | None, *, trust_remote_code: bool = False) -> Any:
@@ -158,7 +165,7 @@ def load_model(checkpoint: Checkpoint) -> Any:
     dtype = "float32" if checkpoint.gguf_file is not None and checkpoint.dtype == "auto" else checkpoint.dtype
     with _reading(checkpoint):
         if checkpoint.gguf_file is None:
-            local_folder(checkpoint)  # of the hub it is checked there before it is read
+            folder = local_folder(checkpoint)  # of the hub it is checked there before it is read
             _config(checkpoint)
             given: dict[str, Any] = {"use_safetensors": True}
         else:
@@ -173,14 +180,20 @@ def load_model(checkpoint: Checkpoint) -> Any:
             checkpoint.location, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True,
             **given, **checkpoint.arguments,
         )  # fmt: skip
-        unread = sorted(found["unexpected_keys"])
         if checkpoint.gguf_file is not None:
-            unread += gguf_settings.unread(checkpoint.file)
+            unread = (*sorted(found["unexpected_keys"]), *gguf_settings.unread(checkpoint.file))
             gguf_header.close(checkpoint.file)
     # transformers would continue with random weights.
     if missing := sorted(found["missing_keys"]):
         raise ArtifactError(f"{checkpoint.location}: the checkpoint lacks {', '.join(missing[:3])}")
-    refuse_more_blocks(checkpoint.location, unread, set(find_blocks(model)) if unread else ())
+    if checkpoint.gguf_file is None:
+        blocks: Iterable[str] = ()
+        with contextlib.suppress(UnsupportedModelError):
+            blocks = find_blocks(model)
+        find_shards(folder, model, blocks)
+        unread = model.unread
+    else:
+        refuse_more_blocks(checkpoint.location, unread, set(find_blocks(model)) if unread else ())
     for name, stored, expected in sorted(found["mismatched_keys"]):
         raise ArtifactError(
             f"{checkpoint.location}: {name} has shape {[*stored]}, but the config expects {[*expected]}; one of the "
@@ -188,7 +201,7 @@ def load_model(checkpoint: Checkpoint) -> Any:
         )
     untie_own_head(model)
     model = (_without_gguf(model) if checkpoint.gguf_file is not None else model).eval()
-    model.unread = tuple(unread)
+    model.unread = unread
     return model
 
 

@@ -7,6 +7,7 @@ in the model. Its own conversion is used here, for one block at a time.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
@@ -31,6 +32,8 @@ OUTSIDE = ""
 INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _POINTER = b"version https://git-lfs"
 _WEIGHT = re.compile(r"(weight|proj|zeros|scale|blocks|packed|absmax|g_idx|\b[vw]\d)[^.]*$|\.weight\.")
+_AHEAD = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
+"""Where configs count the blocks that predict several tokens."""
 _CODE = re.compile("F[468]_|F4")
 _SCALE = re.compile(r"weight_scale(_inv|_2)?$|\.SCB$|\.absmax$|\.q?scales$")
 _QUANTIZED = re.compile(rb'"(quantization_config|compression_config|quant_algo)"\s*:\s*["{]')
@@ -127,8 +130,16 @@ def find_shards(folder: Path, model: Any, blocks: Iterable[str]) -> Shards:
         if renamed not in known:
             unread.append(renamed)
     ignored = {*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()), r"rotary_emb\.inv_freq$"}
-    model.unread = tuple(n for n in unread if not any(re.search(p, n) for p in ignored))
-    refuse_more_blocks(folder, model.unread, members)
+    ahead = _predicting(model, unread)
+    model.unread = tuple(sorted(n for n in unread if n in ahead or not any(re.search(p, n) for p in ignored)))
+    refuse_more_blocks(folder, {*unread} - ahead, members)
+    # No class builds such blocks, and engines that look for what the config counts would fail.
+    model.emptied = {}
+    for config in (model.config, model.config.get_text_config(decoder=True)):
+        for key in _AHEAD:
+            if (count := getattr(config, key, None)) and not any(".mtp" in f".{name}" for name in known):
+                model.emptied[key] = count
+                setattr(config, key, 0)
     lent: dict[str, dict[str, tuple[str, tuple[str, ...]]]] = {fqn: {} for fqn in members}
     groups: dict[str, list[str]] = {}
     for target, source in model.all_tied_weights_keys.items():
@@ -158,6 +169,16 @@ def _are_equal(folder: Path, files: Mapping[str, str], *groups: Sequence[str]) -
 def _home(name: str, blocks: Iterable[str]) -> str:
     """Return the block that has a tensor of a model, or `OUTSIDE`."""
     return next((fqn for fqn in blocks if fqn and name.startswith(f"{fqn}.")), OUTSIDE)
+
+
+def _predicting(model: Any, names: Iterable[str]) -> set[str]:
+    """Return the tensors of blocks that predict several tokens: they are named `mtp`, or follow the decoder blocks."""
+    config = model.config.get_text_config(decoder=True)
+    depth = getattr(config, "num_hidden_layers", None) or math.inf
+    last = depth + max(getattr(config, key, None) or 0 for key in _AHEAD)
+    numbers = {name: re.search(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.", name) for name in names}
+    after = {name for name, found in numbers.items() if found is not None and depth <= int(found[1]) < last}
+    return after | {name for name in numbers if re.search(r"(^|\.)mtp(_|\.|$)", name)}
 
 
 def refuse_more_blocks(where: Path | str, names: Iterable[str], blocks: Collection[str]) -> None:

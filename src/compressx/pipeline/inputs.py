@@ -84,6 +84,10 @@ def opened(state: RunState) -> Access:
             logging.WARNING, f"nothing reads {', '.join(unread[:3])} of the checkpoint"
             + (f", nor {len(unread) - 3} others" if unread[3:] else "") + "; report.json names all",
         )  # fmt: skip
+    for key, count in getattr(access.model, "emptied", {}).items():
+        state.note(
+            f"model: its config has {key} {count}; the result has 0, since blocks that predict further are left out"
+        )
     return access
 
 

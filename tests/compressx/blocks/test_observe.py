@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,13 +12,13 @@ import torch
 from pydantic import BaseModel
 from tests.accelerator import pretended_accelerator
 from tests.compressx.mixtures import mixture
-from torch import Tensor
+from torch import Tensor, nn
 
 from compressx import PluginError, PruneResult, PrunerSpec
 from compressx.api.patterns import Unstructured, keep_mask
 from compressx.api.pruner import Block, Linear
 from compressx.api.statistics import Hessian
-from compressx.blocks.observe import inputs_watched, outputs_watched, routing_watched
+from compressx.blocks.observe import Observed, inputs_watched, observe, outputs_watched, routing_watched
 from compressx.blocks.prune import prune_model
 from compressx.models.access import InMemory
 from compressx.models.architecture import survey
@@ -196,3 +197,47 @@ def test_the_weights_of_an_experts_tokens_are_those_that_the_router_gave_them(na
     for linear, got in found.items():
         place, token = torch.where(torch.eq(numbers.T, experts[linear].expert))
         assert torch.equal(got, by[token, place])
+
+
+class _Mixed(nn.Module):
+    """Three linears of one input, of which one is there for its weight alone, and one is called with zeros as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plain, self.twice, self.alone = (nn.Linear(8, 8, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        both = self.plain(x) + self.twice(x) + self.twice(torch.zeros_like(x[:, :1]))
+        return (self.alone.weight @ both.transpose(1, 2)).transpose(1, 2)
+
+
+def test_a_weight_that_is_multiplied_by_without_a_call_of_its_module_is_observed_and_has_sensitivities():
+    """As Mamba's dt_proj: `weight @ x`, x [batch, features, tokens]."""
+    module, batches = _Mixed(), [torch.randn(2, 5, 8), torch.randn(3, 5, 8)]
+    linears = {name: Linear(name, x) for name, x in module.named_children()}
+    wanted = {name: {"selects": Observed(Recorded(8), "for a test")} for name in linears}
+    passes = [partial(module, x) for x in batches]
+    with torch.no_grad():
+        assert observe(linears, wanted, passes) == {"plain", "twice", "alone"}
+        given = [module.plain(x) + module.twice(x) for x in batches]
+    exact = torch.cat([x.flatten(0, 1) for x in given]).double()
+    assert torch.allclose(wanted["alone"]["selects"].statistic.matrix.double(), exact.T @ exact, rtol=1e-4)
+    outputs: dict[str, list[Tensor]] = {}
+    with outputs_watched(linears, lambda name, y: outputs.setdefault(name, []).append(y)):
+        out = module(batches[0])
+    (watched,) = outputs["alone"]
+    (gradient,) = torch.autograd.grad(out.square().sum(), watched)
+    assert torch.allclose(gradient, 2 * out)
+    assert len(outputs["twice"]) == 2
+
+
+def test_a_linear_that_is_called_again_with_an_input_of_its_own_parts_from_those_it_shared_one_with():
+    """As Zaya's v_proj_delayed, which zeros go through as well."""
+    module, batches = _Mixed(), [torch.randn(2, 5, 8), torch.randn(3, 5, 8)]
+    linears = {name: Linear(name, x) for name, x in module.named_children() if name != "alone"}
+    wanted = {name: {"selects": Observed(Hessian(8), "for a test")} for name in linears}
+    with torch.no_grad():
+        observe(linears, wanted, [partial(module, x) for x in batches])
+    plain, twice = (wanted[name]["selects"].statistic for name in linears)
+    assert torch.equal(plain.matrix, twice.matrix)
+    assert (plain.tokens, twice.tokens) == (25, 30)

@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGUFWriter
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+from tests.compressx.causal import small_config
 from tests.compressx.saved import save_tiny
+from transformers import AutoModelForCausalLM
 
 from compressx.models.architecture import find_blocks
 from compressx.models.checkpoint import Checkpoint, explained, find_checkpoint, local_folder
@@ -307,3 +309,43 @@ def test_a_bert_that_is_a_decoder_is_loaded(tmp_path):
     )
     save_file({}, tmp_path / "model.safetensors")
     assert len(find_blocks(load_skeleton(find_checkpoint(ModelSource(path=tmp_path))))) == 2
+
+
+_FURTHER = {
+    "llama": (["mtp.fc.weight", "model.layers.0.extra.weight"], {"num_nextn_predict_layers": 1}),
+    "deepseek_v3": (["model.layers.3.eh_proj.weight"], {"num_nextn_predict_layers": 1, "max_length": 77}),
+    "glm4_moe": (["model.layers.3.eh_proj.weight"], {"num_nextn_predict_layers": 1, "temperature": 0.6}),
+    "mimo_v2_flash": (["model.mtp.layers.0.eh_proj.weight"], {"num_nextn_predict_layers": 1}),
+    "qwen3_next": (["mtp.fc.weight", "mtp.layers.0.mlp.gate.weight"], {"num_nextn_predict_layers": 1}),
+    "qwen3_5_text": (["mtp.fc.weight"], {"mtp_num_hidden_layers": 1, "do_sample": True}),
+    "gpt2": (["transformer.extra.weight"], {"top_k": 5, "do_sample": True, "max_length": 40}),
+    "opt": ([], {"num_beams": 3, "max_length": 99}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", _FURTHER)
+def test_what_no_class_reads_is_named_and_settings_of_generation_are_kept_streamed_as_in_memory(
+    kind: str, tmp_path: Path
+):
+    """Tensors of blocks that predict several tokens, and generation's settings where old folders have them."""
+    names, settings = _FURTHER[kind]
+    AutoModelForCausalLM.from_config(small_config(kind)).save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").unlink()
+    (file := tmp_path / "config.json").write_text(json.dumps(json.loads(file.read_text()) | settings))
+    stored = load_file(tmp_path / "model.safetensors") | {name: torch.ones(2, 2) for name in names}
+    save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
+    models = load_model(Checkpoint(str(tmp_path))), open_streamed(Checkpoint(str(tmp_path))).model
+    for model in models:
+        assert model.unread == tuple(sorted(names))
+        generation = model.generation_config.to_dict()
+        assert {
+            key: generation.get(key) for key in settings if "predict" not in key and "mtp" not in key
+        }.items() <= settings.items()
+        counts = {key for key in settings if "predict" in key or "mtp" in key}
+        assert model.emptied.keys() >= counts or not counts
+        assert all(getattr(model.config, key) == 0 for key in counts)
+    assert models[0].generation_config.to_dict() == models[1].generation_config.to_dict()
+    assert models[0].config.to_dict() == models[1].config.to_dict() | {
+        "_name_or_path": models[0].config.to_dict().get("_name_or_path")
+    }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tempfile
 import threading
 import types
@@ -20,6 +21,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests.accelerator import pretended_accelerator
 from tests.compressx.architectures import KINDS
+from tests.compressx.causal import small_config
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
@@ -580,3 +582,49 @@ def test_a_block_on_a_gpu_is_copied_without_waiting_for_each_of_its_tensors(tmp_
     assert {name: x.tolist() for name, x in load_file(tmp_path / "x.safetensors").items()} == {
         str(i): [float(i)] * 3 for i in range(4)
     }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stored", ["once", "under the second name", "twice", "twice, not equal"])
+@pytest.mark.parametrize("kind", ["zamba", "zamba2"])
+def test_weights_that_blocks_share_are_read_and_written_as_in_memory(kind: str, stored: str, tmp_path: Path):
+    """Zamba's blocks 1 and 3 have one transformer, which safetensors stores with the first."""
+    folder = tmp_path / "model"
+    model = AutoModelForCausalLM.from_config(small_config(kind))
+    model.save_pretrained(folder)
+    held, of = load_file(folder / "model.safetensors"), re.compile(r"layers\.1\.(?=shared_transf)")
+    other = {of.sub("layers.3.", n): x + (stored == "twice, not equal") for n, x in held.items() if of.search(n)}
+    kept = {n: x for n, x in held.items() if stored != "under the second name" or not of.search(n)}
+    save_file(kept | (other if stored != "once" else {}), folder / "model.safetensors", {"format": "pt"})
+    loaded, streamed = load_model(Checkpoint(str(folder))), open_streamed(Checkpoint(str(folder)))
+    whole = loaded.state_dict()
+    for fqn in (OUTSIDE, *streamed.blocks):
+        with streamed.materialise(fqn):
+            tensors = streamed.tensors(fqn)
+            assert tensors
+            assert all(torch.equal(tensor, whole[name]) for name, tensor in tensors.items())
+            streamed.write(fqn, tmp_path / "blocks") if fqn else None
+    InMemory(loaded).save(None, tmp_path, tmp_path / "memory")
+    streamed.save(None, tmp_path / "blocks", tmp_path / "streamed")
+    one, other = (
+        {n: x for f in (tmp_path / x).glob("*.safetensors") for n, x in load_file(f).items()}
+        for x in ("memory", "streamed")
+    )
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    again = load_model(Checkpoint(str(tmp_path / "streamed"))).state_dict()
+    assert all(torch.equal(x, whole[name]) for name, x in again.items())
+
+
+@pytest.mark.slow
+def test_blocks_that_share_weights_still_do_after_they_were_read_from_finished_ones(tmp_path: Path):
+    model = AutoModelForCausalLM.from_config(small_config("zamba2"))
+    access = InMemory(model)
+    for fqn in find_blocks(model):
+        access.write(fqn, tmp_path)
+    access.written()
+    for fqn in find_blocks(model):
+        access.read(fqn, tmp_path)
+    access.save(None, tmp_path, tmp_path / "model")
+    names = load_file(tmp_path / "model" / "model.safetensors")
+    assert not any("layers.3.shared" in name for name in names)
