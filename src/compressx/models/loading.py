@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from compressx.models import gguf_header, gguf_settings
 from compressx.models.architecture import find_blocks, text_config
 from compressx.models.checkpoint import Checkpoint, explained, local_folder
-from compressx.models.shards import find_shards, refuse_more_blocks
+from compressx.models.shards import are_equal, files_of, find_shards, refuse_more_blocks
 from compressx.runtime.errors import ArtifactError, UnsupportedModelError, one_line
 from compressx.runtime.quiet import quiet_libraries
 
@@ -82,8 +83,10 @@ def load_skeleton(checkpoint: Checkpoint) -> Any:
 
     with _reading(checkpoint):
         config = _config(checkpoint)
+
+        build = partial(AutoModelForCausalLM.from_config, config, trust_remote_code=checkpoint.trust_remote_code)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=checkpoint.trust_remote_code).eval()
+            model = _with_its_head(checkpoint, build(), build).eval()
         if checkpoint.gguf_file is not None:
             gguf_settings.refuse_tensors(model, checkpoint.file)
         return model
@@ -100,7 +103,8 @@ def load_empty(checkpoint: Checkpoint) -> Any:
         config = _config(checkpoint)
         requested = None if checkpoint.dtype == "auto" else getattr(torch, checkpoint.dtype)
         dtype = requested or config.dtype or _stored_dtype(local_folder(checkpoint))
-        model = build_empty(config, dtype, trust_remote_code=checkpoint.trust_remote_code).eval()
+        build = partial(build_empty, config, dtype, trust_remote_code=checkpoint.trust_remote_code)
+        model = _with_its_head(checkpoint, build(), build).eval()
         if model.can_generate():  # settings of generation may stand in config.json, whose class leaves them out
             model.adjust_generation_fn(
                 None, True, None, checkpoint.location, cache_dir=None, force_download=False, proxies=None,
@@ -183,6 +187,15 @@ def load_model(checkpoint: Checkpoint) -> Any:
         if checkpoint.gguf_file is not None:
             unread = (*sorted(found["unexpected_keys"]), *gguf_settings.unread(checkpoint.file))
             gguf_header.close(checkpoint.file)
+    if found["missing_keys"] and checkpoint.gguf_file is None:
+
+        def tie() -> Any:
+            model.all_tied_weights_keys = model.get_expanded_tied_weights_keys(all_submodels=True)
+            model.tie_weights()
+            found["missing_keys"] = {*found["missing_keys"]} - model.all_tied_weights_keys.keys()
+            return model
+
+        _with_its_head(checkpoint, model, tie)
     # transformers would continue with random weights.
     if missing := sorted(found["missing_keys"]):
         raise ArtifactError(f"{checkpoint.location}: the checkpoint lacks {', '.join(missing[:3])}")
@@ -209,14 +222,46 @@ def untie_own_head(model: Any) -> None:
     """Correct a config that ties the head to the embedding, if the checkpoint has another head.
 
     transformers then loads both and only warns, and whatever ties weights later, as lm-evaluation-harness does, would
-    replace the head.
+    replace the head. Where the config ties blocks as well, as Zamba's does, it stays.
     """
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if head is None or head.weight is embedding.weight or head.weight.shape != embedding.weight.shape:
         return
+    if not model.all_tied_weights_keys:
+        _say_tied(model, tied=False)
+
+
+def _say_tied(model: Any, *, tied: bool) -> None:
     for config in (model.config, text_config(model)):
-        if getattr(config, "tie_word_embeddings", False):
-            config.tie_word_embeddings = False
+        if getattr(config, "tie_word_embeddings", tied) != tied:
+            config.tie_word_embeddings = tied
+
+
+def _with_its_head(checkpoint: Checkpoint, model: Any, again: Callable[[], Any]) -> Any:
+    """Return a model with a head of its own if its folder has one, else with the embedding's, whatever its config says.
+
+    Args:
+        checkpoint: the model's source; of the hub's and of GGUF files nothing is known before they are read.
+        model: without weights, or with.
+        again: makes the model anew, after its config was corrected.
+    """
+    folder, parts = Path(checkpoint.location), (model.get_output_embeddings(), model.get_input_embeddings())
+    shapes = {tuple(part.weight.shape) for part in parts if getattr(part, "weight", None) is not None}
+    if checkpoint.gguf_file is not None or not folder.is_dir() or None in parts or len(shapes) != 1:
+        return model
+    names, files = {id(module): name for name, module in model.named_modules()}, files_of(folder)
+    ends = [f".{names[id(part)]}.weight" for part in parts]
+    # Folders may have names without the prefix of the model's, or with another.
+    head, embedding = ([n for n in files if end.endswith(f".{n}") or f".{n}".endswith(end)] for end in ends)
+    said = model.config.get_text_config(decoder=True).tie_word_embeddings
+    others = model.all_tied_weights_keys.keys() - {ends[0][1:]}
+    if said and head and embedding and not others and not are_equal(folder, files, head, embedding):
+        _say_tied(model, tied=False)
+    elif not said and embedding and not head:
+        _say_tied(model, tied=True)
+    else:
+        return model
+    return again()
 
 
 def load_offloaded(checkpoint: Checkpoint, blocks: Iterable[str], device: torch.device, folder: Path) -> Any:
@@ -228,14 +273,14 @@ def load_offloaded(checkpoint: Checkpoint, blocks: Iterable[str], device: torch.
     from transformers import AutoModelForCausalLM
 
     with _reading(checkpoint):
-        skeleton = load_skeleton(checkpoint)
+        skeleton = load_skeleton(checkpoint := checkpoint.at(local_folder(checkpoint)))
         placed = dict.fromkeys(blocks, "disk")
         for name, _ in (*skeleton.named_parameters(remove_duplicate=False), *skeleton.named_buffers()):
             if not any(name.startswith(f"{fqn}.") for fqn in blocks):
                 placed[name.rpartition(".")[0]] = str(device)
         return AutoModelForCausalLM.from_pretrained(
             checkpoint.location, dtype=checkpoint.dtype, device_map=placed, offload_folder=str(folder),
-            use_safetensors=True, **checkpoint.arguments,
+            use_safetensors=True, config=skeleton.config, **checkpoint.arguments,
         ).eval()  # fmt: skip
 
 

@@ -149,7 +149,7 @@ def find_shards(folder: Path, model: Any, blocks: Iterable[str]) -> Shards:
         if not there or len({_home(name, members) for name in group}) == 1:
             continue
         for other in there[1:]:
-            if not _are_equal(folder, files, stored[there[0]], stored[other]):  # transformers does not tie them either
+            if not are_equal(folder, files, stored[there[0]], stored[other]):  # transformers does not tie them either
                 del model.all_tied_weights_keys[other]
                 group.remove(other)
         for name in group:
@@ -159,7 +159,7 @@ def find_shards(folder: Path, model: Any, blocks: Iterable[str]) -> Shards:
     return Shards(folder, files, {fqn: tuple(names) for fqn, names in members.items()}, lent)
 
 
-def _are_equal(folder: Path, files: Mapping[str, str], *groups: Sequence[str]) -> bool:
+def are_equal(folder: Path, files: Mapping[str, str], *groups: Sequence[str]) -> bool:
     """Return whether two groups of stored tensors are the same to the bit."""
     with ExitStack() as stack:
         one, other = ([_opened(folder / files[x], stack).get_tensor(x) for x in names] for names in groups)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +13,11 @@ from tests.compressx.causal import small_config
 from tests.compressx.saved import save_tiny
 from transformers import AutoModelForCausalLM
 
-from compressx.models.architecture import find_blocks
+from compressx.models.access import InMemory
+from compressx.models.architecture import find_blocks, survey
 from compressx.models.checkpoint import Checkpoint, explained, find_checkpoint, local_folder
 from compressx.models.loading import _without_gguf, load_empty, load_model, load_skeleton, load_tokenizer
+from compressx.models.shards import files_of
 from compressx.models.streaming import open_streamed
 from compressx.recipe.sources import ModelSource
 from compressx.runtime.errors import ArtifactError, UnsupportedModelError
@@ -349,3 +352,48 @@ def test_what_no_class_reads_is_named_and_settings_of_generation_are_kept_stream
     assert models[0].config.to_dict() == models[1].config.to_dict() | {
         "_name_or_path": models[0].config.to_dict().get("_name_or_path")
     }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stored", ["own", "own, in shards", "equal", "none"])
+@pytest.mark.parametrize("architecture", ["llama", "gemma3", "gpt2", "opt", "qwen2", "phi"])
+def test_whether_a_head_is_the_embeddings_is_known_by_the_tensors_everywhere(
+    architecture: str, stored: str, tmp_path: Path
+):
+    """The flag of the config is the wrong one each time, but where both are equal."""
+    saved, written = save_tiny_model(tmp_path / "model", architecture), tmp_path / "written"
+    held = load_file(saved / "model.safetensors")
+    embedding = next(x for name, x in held.items() if name.endswith(("embed_tokens.weight", "wte.weight")))
+    own = torch.randn(embedding.shape, generator=torch.Generator().manual_seed(1))
+    held["lm_head.weight"] = own if stored.startswith("own") else embedding.clone()
+    if stored == "none":
+        del held["lm_head.weight"]
+    (file := saved / "config.json").write_text(
+        json.dumps(json.loads(file.read_text()) | {"tie_word_embeddings": stored != "none"})
+    )
+    (saved / "model.safetensors").unlink()
+    parts = [sorted(held)[::2], sorted(held)[1::2]] if stored == "own, in shards" else [sorted(held)]
+    files = {f"model-{i}.safetensors": names for i, names in enumerate(parts)}
+    for name, names in files.items():
+        save_file({n: held[n] for n in names}, saved / name, {"format": "pt"})
+    index = {"metadata": {}, "weight_map": {n: name for name, names in files.items() for n in names}}
+    (saved / "model.safetensors.index.json").write_text(json.dumps(index))
+    checkpoint, ids, expected = Checkpoint(str(saved)), tiny_tokens(sequences=2), held.get("lm_head.weight", embedding)
+    loaded, streamed = load_model(checkpoint), open_streamed(checkpoint)
+    tied = not stored.startswith("own")
+    for model in (loaded, load_skeleton(checkpoint), streamed.model):
+        assert model.config.get_text_config().tie_word_embeddings is tied
+    assert ("lm_head" in survey(load_skeleton(checkpoint)).outside) is not tied
+    assert torch.equal(loaded.get_output_embeddings().weight, expected)
+    with torch.no_grad():
+        logits = loaded(ids, use_cache=False).logits
+        assert torch.equal(next(streamed.logits([ids])), logits)
+        with streamed.whole() as whole:
+            whole.tie_weights()  # as lm-evaluation-harness does
+            assert torch.equal(whole(ids, use_cache=False).logits, logits)
+    for access in (InMemory(loaded), streamed):
+        access.save(None, tmp_path / "blocks", written)
+        again = load_model(Checkpoint(str(written)))
+        assert torch.equal(again.get_output_embeddings().weight, expected)
+        assert ("lm_head.weight" in files_of(written)) is not tied
+        shutil.rmtree(written)
