@@ -7,7 +7,6 @@ in the model. Its own conversion is used here, for one block at a time.
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import shutil
@@ -130,7 +129,7 @@ def find_shards(folder: Path, model: Any, blocks: Iterable[str]) -> Shards:
         if renamed not in known:
             unread.append(renamed)
     ignored = {*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()), r"rotary_emb\.inv_freq$"}
-    ahead = _predicting(model, unread)
+    ahead = _predicting(model, unread, len(members) - 1)
     model.unread = tuple(sorted(n for n in unread if n in ahead or not any(re.search(p, n) for p in ignored)))
     refuse_more_blocks(folder, {*unread} - ahead, members)
     # No class builds such blocks, and engines that look for what the config counts would fail.
@@ -171,13 +170,12 @@ def _home(name: str, blocks: Iterable[str]) -> str:
     return next((fqn for fqn in blocks if fqn and name.startswith(f"{fqn}.")), OUTSIDE)
 
 
-def _predicting(model: Any, names: Iterable[str]) -> set[str]:
+def _predicting(model: Any, names: Iterable[str], depth: int) -> set[str]:
     """Return the tensors of blocks that predict several tokens: they are named `mtp`, or follow the decoder blocks."""
     config = model.config.get_text_config(decoder=True)
-    depth = getattr(config, "num_hidden_layers", None) or math.inf
     last = depth + max(getattr(config, key, None) or 0 for key in _AHEAD)
     numbers = {name: re.search(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.", name) for name in names}
-    after = {name for name, found in numbers.items() if found is not None and depth <= int(found[1]) < last}
+    after = {name for name, found in numbers.items() if found is not None and 0 < depth <= int(found[1]) < last}
     return after | {name for name in numbers if re.search(r"(^|\.)mtp(_|\.|$)", name)}
 
 
