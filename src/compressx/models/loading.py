@@ -396,7 +396,8 @@ def _difference(tokenizer: Any, alone: Any) -> str | None:
         there = [x.ids for x in alone.encode_batch(texts, add_special_tokens=special)]
         for text, own, wanted in zip(texts, here, there, strict=True):
             if own != wanted:
-                return f"{text[:40]!r} becomes {own[:8]} and {wanted[:8]}"
+                i = next(i for i, (x, y) in enumerate(itertools.zip_longest(own, wanted)) if x != y)
+                return f"{text[:40]!r} becomes, from token {i} on, {own[i : i + 4]} and {wanted[i : i + 4]}"
     return None
 
 
