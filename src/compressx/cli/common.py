@@ -178,3 +178,8 @@ dtype_option = click.option(
     default="auto",
     show_default=True,
 )
+
+
+def model_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options that say how a model is loaded."""
+    return dtype_option(base_option(revision_option(trust_option(command))))

@@ -18,8 +18,8 @@ from compressx.cli.common import (
     Host,
     base_option,
     device_option,
-    dtype_option,
     errors_for_users,
+    model_options,
     plugin_names,
     revision_option,
     trust_option,
@@ -42,10 +42,7 @@ if TYPE_CHECKING:
 @click.option("--tasks", metavar="TASK,TASK", help="Tasks of lm-evaluation-harness: names, or paths of YAML files.")
 @click.option("--limit", help="Documents per task.")
 @click.option("--trust-task-code", is_flag=True, default=None, help="Run Python code that task files bring.")
-@dtype_option
-@base_option
-@revision_option
-@trust_option
+@model_options
 @device_option
 @click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")
 @click.pass_obj
@@ -89,10 +86,7 @@ def evaluate(
 @click.option("-o", "--output", type=PATH, help="New file to write it to; by default it is printed.")
 @click.option("--pruner", default="sparsegpt", show_default=True, shell_complete=plugin_names,
               help="Pruner of the first rule.")  # fmt: skip
-@dtype_option
-@base_option
-@revision_option
-@trust_option
+@model_options
 @click.pass_obj
 @errors_for_users
 def init(host: Host, /, model: str, output: Path | None, pruner: str, **found: Any) -> None:
@@ -129,10 +123,7 @@ def init(host: Host, /, model: str, output: Path | None, pruner: str, **found: A
 @click.argument("model")
 @click.option("-o", "--output", type=PATH, required=True, help="Folder to write the masked model to.")
 @click.option("--original", is_flag=True, help="Require the weights that were pruned, byte for byte.")
-@dtype_option
-@base_option
-@revision_option
-@trust_option
+@model_options
 @errors_for_users
 def apply(masks: Path, model: str, output: Path, original: bool, **found: Any) -> None:
     """Apply saved MASKS to MODEL, any checkpoint with the same shapes, and save it."""
@@ -201,10 +192,7 @@ def inspect(
 @click.option("--full", is_flag=True, help="Read the whole prompt.")
 @click.option("--max-new-tokens", type=int, default=50, show_default=True, help="Tokens to write at most.")
 @click.option("--show-kept", is_flag=True, help="Also print what was read, on standard error.")
-@dtype_option
-@base_option
-@revision_option
-@trust_option
+@model_options
 @device_option
 @click.option("--json", "as_json", is_flag=True, help="Print the answer and what it took as JSON.")
 @click.pass_obj
@@ -313,10 +301,7 @@ def _flag(*loc: object) -> str:
               help="What runs the models; llama.cpp takes .gguf files, and needs compressx[llama-cpp].")  # fmt: skip
 @click.option("--semi-structured", is_flag=True, help="Convert 2:4 weights for the sparse tensor cores of a GPU.")
 @click.option("-o", "--output", type=PATH, help="Folder for bench.md, bench.json and bench.svg.")
-@dtype_option
-@base_option
-@revision_option
-@trust_option
+@model_options
 @device_option
 @click.option("--json", "as_json", is_flag=True, help="Print what was measured as JSON.")
 @errors_for_users
@@ -381,10 +366,7 @@ def _numbers(option: str, given: tuple[str, ...]) -> list[int]:
 @click.option(
     "--set", "options", multiple=True, metavar="OPTION=VALUE", help="An option of the format; may be repeated."
 )
-@dtype_option
-@base_option
-@revision_option
-@trust_option
+@model_options
 @click.pass_obj
 @errors_for_users
 def export(

@@ -202,7 +202,7 @@ def export_saved(
                 access.save(tokenizer, building / BLOCKS, folder)
                 _, left = keep_settings(checkpoint, folder, card=True)
             told = exporter.export(FinishedModel(folder, access, tokenizer, held, None, gguf), building / "made")
-            told = told or left_out(map(Path, left))
+            told = told or left_out(left)
     return sum(path.stat().st_size for path in (output, *output.rglob("*")) if path.is_file()), told
 
 

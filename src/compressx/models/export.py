@@ -75,15 +75,15 @@ def _stays(path: Path, home: Path) -> bool:
 
 def without_links(
     folder: Path, weights: Collection[Path] = (), names: Iterable[str] = ("*",)
-) -> tuple[list[Path], list[Path]]:
-    """Return `own_files`, unless an `ArtifactError` says which of the others with such names is a link or the like."""
+) -> tuple[list[Path], str | None]:
+    """Return `own_files`, the others in words, unless an `ArtifactError` says which with such names is a link."""
     kept, left = own_files(folder, weights)
     for path in (path for path in left if any(fnmatch(path.name, x) for x in names)):
         if path.is_symlink():
             told = f"{path} is a link to {os.path.realpath(path)}, expected a file in {folder}"
             raise ArtifactError(one_line(f"{told}; put a copy there, or remove the link"))
         regular(path)
-    return kept, left
+    return kept, left_out(path.name for path in left)
 
 
 def copy_files(sources: Mapping[Path, Path]) -> None:
@@ -94,10 +94,10 @@ def copy_files(sources: Mapping[Path, Path]) -> None:
             shutil.copyfile(path, target)
 
 
-def left_out(left: Iterable[Path]) -> str | None:
+def left_out(names: Iterable[str]) -> str | None:
     """Say in words what of a folder does not go along with its model, if anything."""
-    names = ", ".join(ascii(path.name) for path in left)
-    return f"left out {names}, no files of a model" if names else None
+    told = ", ".join(map(ascii, names))
+    return f"left out {told}, no files of a model" if told else None
 
 
 def model_folder(folder: Path) -> Path:
@@ -339,7 +339,7 @@ class SafetensorsExporter:
         weights = [model.folder / name for name in (*check_files(model.folder), INDEX)]
         kept, left = without_links(model.folder, weights)
         copy_files({folder / path.relative_to(model.folder): path for path in kept})
-        return left_out(left)
+        return left
 
 
 @hookimpl

@@ -21,7 +21,7 @@ from pydantic import BaseModel, Field
 
 from compressx.api.exporter import ExporterSpec, FinishedModel
 from compressx.api.hooks import hookimpl
-from compressx.models.export import copy_files, left_out, model_folder, output_folder, room_for, without_links
+from compressx.models.export import copy_files, model_folder, output_folder, room_for, without_links
 from compressx.models.packed import Base, PackedFile, PackedTensor, TensorBytes, layout_of, pack_file
 from compressx.models.shards import check_files, files_in
 from compressx.runtime.cache import cache_folder
@@ -251,14 +251,10 @@ def _packed_files(model: Path) -> list[Path]:
     index = model / _INDEX
     names = {f"model{_PACKED}"}
     if index.exists() and not (model / f"model{_PACKED}").is_file():
-        names = {_renamed(name, _PLAIN, _PACKED) for name in files_in(index).values()}
+        names = {name.removesuffix(_PLAIN) + _PACKED for name in files_in(index).values()}
     if missing := sorted(name for name in names if not regular(model / name).is_file()):
         raise ArtifactError(f"{model} is packed, but {', '.join(missing[:3])} is missing; copy the folder again")
     return [model / name for name in sorted(names)]
-
-
-def _renamed(name: str, old: str, new: str) -> str:
-    return name.removesuffix(old) + new
 
 
 def _others(
@@ -273,7 +269,7 @@ def _others(
     kept, left = without_links(source, {*weights, index})
     places = {path: target / path.relative_to(source) for path in kept if path not in weights}
     renamed = {index: target / index.relative_to(source).with_name(f"model{new}.index.json")}
-    return {renamed.get(path, place): path for path, place in places.items()}, left_out(left)
+    return {renamed.get(path, place): path for path, place in places.items()}, left
 
 
 def _each(
@@ -283,7 +279,7 @@ def _each(
     for number, path in enumerate(files):
         if progress is not None:
             progress(number, len(files), path.name)
-        yield path, (building / path.relative_to(source)).with_name(_renamed(path.name, old, new))
+        yield path, (building / path.relative_to(source)).with_name(path.name.removesuffix(old) + new)
     if progress is not None:
         progress(len(files), len(files), "")
 
