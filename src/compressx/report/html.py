@@ -25,6 +25,8 @@ _WIDE = 500
 
 _LONG = 12
 """Rows and figures of a section for reference above which it is folded, unless its table is shaded."""
+_MANY = 4
+"""Columns of a table above which it needs the whole width."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,11 @@ class _Shown:
         return " ".join(dict.fromkeys(column.look for column in self.section.table.columns if column.look))
 
     @property
+    def wide(self) -> bool:
+        """Whether nothing stands beside it, which would leave half of the page empty."""
+        return bool(self.figures or self.section.text) or len(self.rows) > _LONG or len(self.header) > _MANY
+
+    @property
     def folded(self) -> bool:
         """Whether a reader has to open it."""
         return bool(self.section.brief) and not self.looks and len(self.rows) + len(self.figures) > _LONG
@@ -104,6 +111,9 @@ def _template() -> Any:
     )
     environment.filters["plain"] = lambda text: text.replace("`", "")
     environment.filters["coded"] = lambda text: Markup(re.sub(r"`([^`]*)`", r"<code>\1</code>", str(escape(text))))  # noqa: S704 - escaped
+    # Names that are too long go on below after one of these, and are not broken elsewhere.
+    places = re.compile(r"(?<=\w)(?:[./](?=\w)|_(?=\w{5}))")
+    environment.filters["breakable"] = lambda text: Markup(places.sub(r"\g<0><wbr>", str(escape(text))))  # noqa: S704 - escaped
     return environment.get_template("report.html.jinja")
 
 

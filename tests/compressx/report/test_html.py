@@ -100,7 +100,7 @@ class Page(HTMLParser):
         values: dict[str, Any] = dict(attrs)
         self.links += [values[k] for k in ("src", "href", "xlink:href") if k in values]
         self.ids += [values["id"]] if "id" in values else []
-        if tag not in ("meta", "img", "br", "path", "use", "rect", "line"):
+        if tag not in ("meta", "img", "br", "wbr", "path", "use", "rect", "line"):
             self.open.append(tag)
 
     def handle_endtag(self, tag: str) -> None:
@@ -247,6 +247,37 @@ SEEN = """
   .querySelectorAll('th').values().filter(e => e.getBoundingClientRect().right <= document.documentElement.clientWidth)
   .map(e => e.textContent).toArray()
 """
+
+
+BROKEN = """
+() => {
+  const broken = [], range = document.createRange();
+  for (const cell of document.querySelectorAll('th, td:not(.prose)')) {
+    const texts = document.createTreeWalker(cell, NodeFilter.SHOW_TEXT);
+    while (texts.nextNode()) for (const word of texts.currentNode.data.matchAll(/[^\\s-]+/g)) {
+      range.setStart(texts.currentNode, word.index); range.setEnd(texts.currentNode, word.index + word[0].length);
+      if (new Set([...range.getClientRects()].map(r => Math.round(r.top))).size > 1) broken.push(word[0]);
+    }
+  }
+  return broken;
+}
+"""
+
+
+@pytest.mark.parametrize("width", [400, 1280])
+def test_no_word_of_a_table_is_broken_and_long_tables_have_the_page_for_themselves(browser, shown, width):
+    context = browser.new_context(viewport={"width": width, "height": 800})
+    context.set_default_timeout(0)
+    page = context.new_page()
+    page.goto(shown[1].as_uri())
+    page.evaluate("document.querySelectorAll('details').forEach(e => e.open = true)")
+    assert page.evaluate(BROKEN) == []
+    beside = (
+        "() => [...document.querySelectorAll('section')].filter(e => e.querySelectorAll('tr').length > 13 && "
+        "e.clientWidth < document.querySelector('main').clientWidth).map(e => e.textContent)"
+    )
+    assert page.evaluate(beside) == []
+    context.close()
 
 
 def test_a_phone_shows_the_result_without_scrolling(browser, shown, tmp_path):
