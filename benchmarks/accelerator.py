@@ -13,7 +13,7 @@ block only, unless `--size` says otherwise. DIR gets `accelerator.json` and `acc
 - determinism: the same block pruned twice; whether masks and weights are equal to the bit.
 - model: SmolLM2 whole.
 - 2:4, by `two_four.py`: a linear against the dense one, with the error of its output; and tokens a second of a random
-  Llama, dense and 2:4, as `compressx bench` measures them, on a GPU by `compressx.masks.semi_structured`.
+  Llama, dense and 2:4, in turn.
 """
 
 from __future__ import annotations
@@ -299,10 +299,7 @@ def main() -> None:
         "2:4": ("2:4 products", lambda: two_four.products(device, size.linears, size.tokens)),
         "speed": (
             f"tokens a second of {size.blocks} blocks",
-            lambda: two_four.speeds(
-                device, model_of(size, torch.device("cpu"), size.blocks), size.lengths, size.batches,
-                arguments.output / "models",
-            ),
+            lambda: two_four.speeds(device, model_of(size, device, size.blocks), size.lengths, size.batches),
         ),
     }  # fmt: skip
     if size.whole:

@@ -5,19 +5,21 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.sparse import SparseSemiStructuredTensor, to_sparse_semi_structured
 
-from compressx.evaluation.bench import BenchSettings, bench
-from compressx.evaluation.saved import source_of
-from compressx.masks.tensor_cores import check_device
+from compressx.evaluation.speed import timed, vocabulary
 from compressx.models.architecture import survey
-from compressx.report.speeds import STAGES, Length
+from compressx.report.speeds import STAGES, Length, Stage
+from compressx.runtime.errors import UnsupportedModelError
 from compressx.runtime.timing import synchronize
+
+ROUNDS = 5
 
 
 def products(
@@ -28,9 +30,8 @@ def products(
     Raises:
         UnsupportedModelError: the device has no such products.
     """
-    from torch.sparse import to_sparse_semi_structured
-
-    check_device(device)
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
+        raise UnsupportedModelError(f"2:4 products need an NVIDIA GPU of compute capability 8.0, and this is {device}")
     for rows, columns in linears:
         linear = nn.Linear(columns, rows, bias=False, device=device, dtype=torch.bfloat16).requires_grad_(False)
         to_two_four(linear.weight)
@@ -65,32 +66,56 @@ def to_two_four(weight: Tensor) -> None:
     groups.scatter_(-1, groups.abs().topk(2, largest=False).indices, 0.0)
 
 
-def speeds(
-    device: torch.device, model: Any, lengths: tuple[Length, ...], batches: Sequence[int], folder: Path
-) -> Iterator[dict[str, Any]]:
-    """Yield tokens a second of a model, dense and 2:4; a CPU multiplies its zeros like any number.
+def convert(model: Any) -> int:
+    """Let a GPU multiply the 2:4 linears in the blocks of a model as such, and return their number."""
+    linears: list[Any] = [x.module for x in survey(model).linears.values()]
+    for linear in linears:
+        linear.weight = nn.Parameter(to_sparse_semi_structured(linear.weight.detach()), requires_grad=False)
+        linear.forward = partial(_by_rows, linear.forward)
+    return len(linears)
 
-    Args:
-        device: to measure on.
-        model: on the CPU; its weights become 2:4.
-        lengths: of prompts, and of what is written.
-        batches: of these.
-        folder: for both models.
+
+def _by_rows(forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Multiply [rows, in]: of hidden states with other strides torch makes a product for each sequence, without 2:4."""
+    return forward(x.reshape(-1, x.shape[-1])).reshape(*x.shape[:-1], -1)
+
+
+def speeds(
+    device: torch.device, model: Any, lengths: Sequence[Length], batches: Sequence[int]
+) -> Iterator[dict[str, Any]]:
+    """Yield tokens a second of a model, dense and 2:4, medians of rounds with both in turn.
+
+    A CPU multiplies the zeros of the 2:4 one like any number.
     """
-    for name in ("dense", "2of4"):
-        if name != "dense":
-            for linear in survey(model).linears.values():
-                to_two_four(linear.weight)
-        model.save_pretrained(folder / name)
-    sources = [source_of(str(folder / name)) for name in ("dense", "2of4")]
+    sparse = deepcopy(model)
+    for linear in survey(sparse).linears.values():
+        to_two_four(linear.weight)
+    converted = {"dense": 0, "2of4": convert(sparse) if device.type == "cuda" else 0}
+    models = {"dense": model, "2of4": sparse}
     for batch in batches:
-        asked = BenchSettings(lengths, batch, device=str(device), semi_structured=device.type == "cuda")
-        found = bench(sources, asked)
         for length in lengths:
-            for measured in found.models:
+            ids = torch.randint(vocabulary(model), (batch, length.prompt), device=device)
+            rounds: dict[str, list[dict[Stage, float]]] = {name: [] for name in models}
+            for _ in range(1 + ROUNDS):
+                for name, each in models.items():
+                    rounds[name].append(timed(each, ids, length.new)[0])
+            seconds = {  # the first round loads kernels
+                name: {stage: [x[stage] for x in found[1:]] for stage in STAGES} for name, found in rounds.items()
+            }
+            for name, took in seconds.items():
                 yield {
-                    "model": Path(measured.name).name, "converted": measured.two_four, "batch": batch,
-                    "prompt + new": str(length), "bytes of weights": measured.weight_bytes,
-                    **{f"{stage}, tokens/s": found.rate(measured, length, stage).median for stage in STAGES},
-                    **{f"{stage}, x": found.ratio(measured, length, stage).median for stage in STAGES},
+                    "model": name, "converted": converted[name], "batch": batch, "prompt + new": str(length),
+                    "bytes of weights": sum(map(_bytes, models[name].parameters())),
+                    **{f"{stage}, tokens/s": batch * length.tokens(stage) / statistics.median(took[stage])
+                       for stage in STAGES},
+                    **{f"{stage}, x": statistics.median(a / b for a, b in zip(seconds["dense"][stage], took[stage],
+                                                                            strict=True))
+                       for stage in STAGES},
                 }  # fmt: skip
+
+
+def _bytes(parameter: Tensor) -> int:
+    """Return the size of a parameter as it is stored: a 2:4 one is values and places."""
+    if isinstance(parameter, SparseSemiStructuredTensor):
+        return sum(getattr(parameter, name).nbytes for name in parameter.__tensor_flatten__()[0])
+    return parameter.nbytes

@@ -11,12 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.compressx.evaluation.benched import inside
-from transformers import AutoModelForCausalLM
 
-from compressx.evaluation.bench import bench
 from compressx.masks.inspect import fits_two_four
-from compressx.masks.tensor_cores import is_two_four
 from compressx.models.architecture import survey
 from compressx.report.speeds import Length
 
@@ -32,7 +28,6 @@ def finished(program: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> A
     output = tmp_path_factory.mktemp("accelerator")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(program, "SMALL", program.SIZES["tiny"])
-        patch.setitem(bench.__kwdefaults__, "start", inside)
         patch.setattr(sys, "argv", ["accelerator.py", "--output", str(output), "--device", "cpu"])
         program.main()
     return json.loads((output / "accelerator.json").read_text()), (output / "accelerator.md").read_text()
@@ -101,7 +96,7 @@ def test_an_agreement_below_one_is_seen(program: ModuleType, monkeypatch: pytest
 def test_what_the_device_cannot_do_is_said_and_the_rest_is_measured(finished: Any) -> None:
     found, text = finished
     assert found["sections"]["2:4 products"]["rows"] == []
-    assert "Not measured: UnsupportedModelError: 2:4 products need an NVIDIA GPU, and the model is on cpu" in text
+    assert "2:4 products need an NVIDIA GPU of compute capability 8.0, and this is cpu" in text
     assert "| magnitude 50% |" in text
     assert found["machine"] in text
 
@@ -117,36 +112,51 @@ def test_a_dense_and_a_two_four_model_take_turns(finished: Any) -> None:
     assert "| dense | 0 | 1 | 16 + 4 |" in text
 
 
-def speeds(program: ModuleType, device: str, folder: Path) -> None:
-    model = program.model_of(program.SIZES["tiny"], torch.device("cpu"), 2)
-    list(program.two_four.speeds(torch.device(device), model, (Length(16, 4),), (1,), folder))
-
-
 def test_the_two_four_model_is_two_four_and_the_other_is_dense(
-    program: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    program: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(bench.__kwdefaults__, "start", inside)
-    speeds(program, "cpu", tmp_path)
-    dense, sparse = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("dense", "2of4"))
-    assert not is_two_four(dense)
+    timed, seen = program.two_four.timed, dict[int, Any]()
+
+    def noted(model: Any, *of: Any) -> Any:
+        seen[id(model)] = model
+        return timed(model, *of)
+
+    monkeypatch.setattr(program.two_four, "timed", noted)
+    model = program.model_of(program.SIZES["tiny"], torch.device("cpu"), 2)
+    list(program.two_four.speeds(torch.device("cpu"), model, (Length(16, 4),), (1,)))
+    dense, sparse = seen.values()
+    assert dense is model
+    assert not any(fits_two_four(x.weight == 0) for x in survey(dense).linears.values())
     assert all(fits_two_four(x.weight == 0) for x in survey(sparse).linears.values())
     kept = sparse.model.layers[0].mlp.up_proj.weight != 0
     assert torch.equal(dense.model.layers[0].mlp.up_proj.weight[kept], sparse.model.layers[0].mlp.up_proj.weight[kept])
 
 
-def test_a_gpu_is_asked_for_two_four_products(
-    program: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_every_linear_of_a_block_is_converted_and_multiplies_rows(
+    program: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[Any] = []
+    """With weights that stay as they are, since the products of packed ones need the hardware."""
+    packed: list[torch.Tensor] = []
+    monkeypatch.setattr(program.two_four, "to_sparse_semi_structured", lambda w: packed.append(w) or w.clone())
+    model = program.model_of(program.SIZES["tiny"], torch.device("cpu"), 2)
+    ids = torch.randint(100, (2, 8))
+    with torch.no_grad():
+        expected = model(ids).logits
+        assert program.two_four.convert(model) == 2 * 7 == len(packed)
+        shapes: list[int] = []
+        monkeypatch.setattr(torch.nn.functional, "linear", rows_of(shapes, torch.nn.functional.linear))
+        assert torch.allclose(model(ids).logits, expected, atol=1e-5)
+    assert shapes.count(2) == 2 * 7
 
-    def stop(_sources: Any, given: Any) -> Any:
-        asked.append(given)
-        raise RuntimeError("no GPU")
 
-    monkeypatch.setattr(program.two_four, "bench", stop)
-    with pytest.raises(RuntimeError, match="no GPU"):
-        speeds(program, "cuda:0", tmp_path)
-    assert (asked[0].device, asked[0].semi_structured, asked[0].batch) == ("cuda:0", True, 1)
+def rows_of(seen: list[int], linear: Any) -> Any:
+    """Return the product that notes of how many dimensions its factor is."""
+
+    def noted(x: torch.Tensor, *of: Any) -> torch.Tensor:
+        seen.append(x.dim())
+        return linear(x, *of)
+
+    return noted
 
 
 def test_an_error_in_a_section_keeps_the_rows_before_it(program: ModuleType) -> None:

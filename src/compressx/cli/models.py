@@ -299,7 +299,6 @@ def _flag(*loc: object) -> str:
 @click.option("--engine", type=click.Choice(["torch", "llama.cpp"], case_sensitive=False), default="torch",
               show_default=True,
               help="What runs the models; llama.cpp takes .gguf files, and needs compressx[llama-cpp].")  # fmt: skip
-@click.option("--semi-structured", is_flag=True, help="Convert 2:4 weights for the sparse tensor cores of a GPU.")
 @click.option("-o", "--output", type=PATH, help="Folder for bench.md, bench.json and bench.svg.")
 @model_options
 @device_option
@@ -307,7 +306,7 @@ def _flag(*loc: object) -> str:
 @errors_for_users
 def bench(
     models: tuple[str, ...], prompts: tuple[str, ...], news: tuple[str, ...], batch: int, rounds: int,
-    threads: int | None, engine: Any, semi_structured: bool, output: Path | None, base: str | None, device: str,
+    threads: int | None, engine: Any, output: Path | None, base: str | None, device: str,
     as_json: bool, **found: Any,
 ) -> None:  # fmt: skip
     """Time each MODEL reading prompts (prefill) and writing after them (decode), in turn, round by round.
@@ -326,7 +325,7 @@ def bench(
     read, written = _numbers("--prompt-tokens", prompts or ("512",)), _numbers("--new-tokens", news)
     lengths = [Length(p, n) for p in read for n in written]
     fit = not prompts
-    asked = BenchSettings(tuple(lengths), batch, rounds, device, threads, semi_structured, fit, engine)
+    asked = BenchSettings(tuple(lengths), batch, rounds, device, threads, fit, engine)
     asked.check()
     if output is not None:
         with os_errors_named("write", output):  # before the minutes that timing takes

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 from compressx.evaluation.speed import Engine, Task, vocabulary
-from compressx.masks.tensor_cores import check_device
 from compressx.models import gguf_header
 from compressx.models.access import Device, device_for
 from compressx.models.architecture import text_config
@@ -63,7 +62,6 @@ class BenchSettings:
         rounds: that count, at least 1; one before them does not.
         device: where the models run.
         threads: of torch on the CPU; None: its own choice.
-        semi_structured: convert the weights of models that are 2:4.
     """
 
     lengths: tuple[Length, ...]
@@ -71,7 +69,6 @@ class BenchSettings:
     rounds: int = 5
     device: Device = "auto"
     threads: int | None = None
-    semi_structured: bool = False
     fit: bool = False
     engine: Engine = "torch"
 
@@ -90,10 +87,9 @@ class BenchSettings:
                 raise RecipeError(f"{option} {value}: expected at least {minimum}{why}")
         if self.engine == "torch":
             return
-        if self.batch > 1 or self.semi_structured or self.device not in {"auto", "cpu"}:
+        if self.batch > 1 or self.device not in {"auto", "cpu"}:
             raise RecipeError(
-                "--engine llama.cpp times one sequence at a time on the CPU; leave out --batch, --semi-structured and "
-                "--device"
+                "--engine llama.cpp times one sequence at a time on the CPU; leave out --batch and --device"
             )
         if importlib.util.find_spec("xllamacpp") is None:
             raise RecipeError(
@@ -182,27 +178,19 @@ def bench(
     """
     asked.check()
     device = device_for("cpu" if asked.engine == "llama.cpp" else asked.device)
-    if asked.semi_structured:
-        check_device(device)
     names = _names(sources)
     checkpoints = [find_checkpoint(source) for source in sources]
     limits = [_limits(name, checkpoint, asked.engine) for name, checkpoint in zip(names, checkpoints, strict=True)]
     asked, below = _fitted(asked, names, [x[0] for x in limits]), [x[1] for x in limits]
     room = max(x.prompt + x.new for x in asked.lengths)
     tasks = [
-        Task(name, checkpoint, str(device), asked.threads, asked.batch, min(below), asked.semi_structured, asked.engine,
-             room)
+        Task(name, checkpoint, str(device), asked.threads, asked.batch, min(below), asked.engine, room)
         for name, checkpoint in zip(names, checkpoints, strict=True)
-    ]  # fmt: skip
+    ]
     with ExitStack() as stack:
         workers = [stack.enter_context(start(task)) for task in tasks]
         progress(f"loading {', '.join(names)}")
         loaded = [worker.answer() for worker in workers]
-        if asked.semi_structured and not any(found["two_four"] for found in loaded):
-            raise UnsupportedModelError(
-                f'--semi-structured: no linear of {", ".join(names)} is 2:4; prune one with pattern: "2:4", or leave '
-                "the option out"
-            )
         seconds = _rounds(workers, names, asked, loaded, progress)
     models = [
         ModelSpeed(name=name, seconds=measured, file_bytes=file_bytes(source, checkpoint), **found)

@@ -20,9 +20,7 @@ from typing import Any, Literal, TextIO, TypeAlias
 import psutil
 import torch
 from torch import Tensor, nn
-from torch.sparse import SparseSemiStructuredTensor
 
-from compressx.masks.tensor_cores import is_two_four, semi_structured
 from compressx.models import gguf_header
 from compressx.models.access import device_for
 from compressx.models.architecture import linears_of, text_config
@@ -47,7 +45,6 @@ class Task:
         device: as torch names it.
         threads: of torch on the CPU; None: its own choice.
         batch, below: prompts are random token ids from 0 to `below`, [batch, tokens].
-        semi_structured: convert 2:4 weights for a GPU.
         engine: what runs the model.
         room: the most tokens of one sequence, of the prompt and written.
     """
@@ -58,7 +55,6 @@ class Task:
     threads: int | None
     batch: int
     below: int
-    semi_structured: bool
     engine: Engine = "torch"
     room: int = 0
 
@@ -126,10 +122,8 @@ def answers(task: Task, requests: Iterable[Mapping[str, int]]) -> Iterator[dict[
     forget_peaks()
     with memory_named(f"{task.name}: its weights"):
         model = load_model(task.checkpoint).to(device)
-        converted = semi_structured(model).names if task.semi_structured and is_two_four(model) else ()
     yield {
         "machine": machine(device),
-        "two_four": len(converted),
         **sizes(model),
         "memory_bytes": {"before": before, "load": _peak(device)},
     }
@@ -161,7 +155,7 @@ def _in_llama_cpp(task: Task, requests: Iterable[Mapping[str, int]]) -> Iterator
         ) from error
     device = torch.device("cpu")
     loaded = {"before": before, "load": _peak(device)}
-    yield {"machine": f"{machine(device)}, {engine}", "two_four": 0, **stored, "memory_bytes": loaded}
+    yield {"machine": f"{machine(device)}, {engine}", **stored, "memory_bytes": loaded}
     forget_peaks()
     greedy = {"temperature": 0.0, "samplers": ["top_k"], "top_k": 1, "ignore_eos": True, "cache_prompt": False}
     for request in requests:
@@ -198,7 +192,7 @@ def sizes(model: nn.Module) -> dict[str, Any]:
 
     Decoding a token reads every weight but the input embedding, of which it reads one row; a tied one is read as head.
     """
-    bytes_of = {name: _bytes(parameter) for name, parameter in model.named_parameters()}
+    bytes_of = {name: parameter.nbytes for name, parameter in model.named_parameters()}
     heads = [m.weight for m in model.modules() if isinstance(m, nn.Linear)]
     embeddings = [
         f"{name}.weight"
@@ -213,13 +207,6 @@ def sizes(model: nn.Module) -> dict[str, Any]:
         "weight_bytes": sum(bytes_of.values()),
         "read_bytes": None if chosen else sum(bytes_of.values()) - sum(bytes_of.get(name, 0) for name in embeddings),
     }
-
-
-def _bytes(parameter: Tensor) -> int:
-    """Return the size of a parameter as it is stored: a 2:4 one is values and places."""
-    if isinstance(parameter, SparseSemiStructuredTensor):
-        return sum(getattr(parameter, name).nbytes for name in parameter.__tensor_flatten__()[0])
-    return parameter.nbytes
 
 
 def vocabulary(model: Any) -> int:

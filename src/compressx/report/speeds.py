@@ -63,7 +63,6 @@ class ModelSpeed:
         machine: what it ran on, in words.
         dtype: of its parameters; several are joined.
         parameters: their number.
-        two_four: linears whose weights were converted to 2:4 for the GPU.
         file_bytes: size of its weights on disk.
         weight_bytes: of all parameters in memory.
         read_bytes: of the weights that decoding one token reads; None where that depends on the token (experts).
@@ -76,7 +75,6 @@ class ModelSpeed:
     machine: str
     dtype: str
     parameters: int
-    two_four: int
     file_bytes: int
     weight_bytes: int
     read_bytes: int | None
@@ -154,17 +152,10 @@ class Bench:
         yield Section(note=self._meaning(), table=self._speeds())
 
     def _sizes(self) -> Table:
-        columns: list[Column | str]
-        names = ("file, MB", "weights, MB", "peak of loading, MB", "peak, MB")
-        columns = [
-            "model",
-            "dtype",
-            Column("parameters, M", ".1f"),
-            Column("2:4", "d"),
-            *(Column(n, ".4g") for n in names),
-        ]
+        numbers = [Column(n, ".4g") for n in ("file, MB", "weights, MB", "peak of loading, MB", "peak, MB")]
+        columns: list[Column | str] = ["model", "dtype", Column("parameters, M", ".1f"), *numbers]
         return table(columns, [
-            (m.name, m.dtype, m.parameters / 1e6, m.two_four or None, m.file_bytes / 1e6, m.weight_bytes / 1e6,
+            (m.name, m.dtype, m.parameters / 1e6, m.file_bytes / 1e6, m.weight_bytes / 1e6,
              m.memory_bytes["load"] / 1e6, m.memory_bytes["run"] / 1e6)
             for m in self.models
         ])  # fmt: skip

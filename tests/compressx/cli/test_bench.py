@@ -110,9 +110,6 @@ def test_mistakes_are_refused_with_the_option_and_what_is_expected(work):
         in refused("bench", "model", "--prompt-tokens", "100")
     )
     assert "model: --prompt-tokens 1, --new-tokens 128: " in refused("bench", "model", "--new-tokens", "128")
-    assert "2:4 products need an NVIDIA GPU, and the model is on cpu" in refused(
-        "bench", "model", "--semi-structured", "--device", "cpu"
-    )
     assert "model is a path, and only hub models have revisions" in refused("bench", "model", "--revision", "main")
 
 
@@ -142,10 +139,9 @@ def test_llama_cpp_refuses_what_it_cannot_time(work, monkeypatch):
     assert "model: --engine llama.cpp reads GGUF files; write one by compressx export model" in refused(
         "bench", "model", *engine
     )
-    for option in (["--batch", "2"], ["--semi-structured"]):
-        assert "--engine llama.cpp times one sequence at a time on the CPU" in refused(
-            "bench", "tiny.gguf", *engine, *option
-        )
+    assert "--engine llama.cpp times one sequence at a time on the CPU" in refused(
+        "bench", "tiny.gguf", *engine, "--batch", "2"
+    )
     with (work / "cut.gguf").open("wb") as file:
         file.write((work / "tiny.gguf").read_bytes()[:-40])
     assert "cut.gguf" in refused("bench", "cut.gguf", *engine)

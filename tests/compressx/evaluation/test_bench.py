@@ -12,11 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from tests.accelerator import pretended_accelerator
 from tests.compressx.evaluation.benched import Inside, inside
 from tests.compressx.saved import save_tiny
 
-from compressx import ArtifactError, CalibrationError, CompressxError, RecipeError, UnsupportedModelError
+from compressx import ArtifactError, CalibrationError, CompressxError, RecipeError
 from compressx.evaluation import bench as benching
 from compressx.evaluation import speed
 from compressx.evaluation.bench import BenchSettings, bench, file_bytes, process
@@ -42,8 +41,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Told:
     """Answers with seconds that are told, and logs what it is asked; no model is loaded."""
 
-    def __init__(self, task: Task, log: list[Any], two_four: int = 0) -> None:
-        self.task, self.log, self.two_four = task, log, two_four
+    def __init__(self, task: Task, log: list[Any]) -> None:
+        self.task, self.log = task, log
         self.asked: Mapping[str, int] | None = None
 
     def ask(self, request: Mapping[str, int]) -> None:
@@ -52,16 +51,16 @@ class Told:
 
     def answer(self) -> dict[str, Any]:
         if self.asked is None:
-            return {"machine": "", "dtype": "", "parameters": 1, "two_four": self.two_four,
-                    "weight_bytes": 1, "read_bytes": 1, "memory_bytes": {"before": 1, "load": 1}}  # fmt: skip
+            return {"machine": "", "dtype": "", "parameters": 1, "weight_bytes": 1,
+                    "read_bytes": 1, "memory_bytes": {"before": 1, "load": 1}}  # fmt: skip
         turn = float(len(self.log))
         return {"seconds": {"prefill": turn, "decode": 100 + turn}, "peak_bytes": len(self.log)}
 
 
-def told(log: list[Any], two_four: Mapping[str, int] | None = None) -> Any:
+def told(log: list[Any]) -> Any:
     @contextmanager
     def start(task: Task) -> Iterator[Told]:
-        yield Told(task, log, (two_four or {}).get(Path(task.name).name, 0))
+        yield Told(task, log)
 
     return start
 
@@ -171,23 +170,12 @@ def test_a_model_that_is_not_there_is_refused_before_any_is_loaded(folder: Path)
         bench(sources(folder, "llama", "gone"), BenchSettings((SHORT,)), start=unstarted)
 
 
-def test_two_four_is_refused_on_a_cpu_and_where_no_model_is(folder: Path) -> None:
-    with pytest.raises(UnsupportedModelError, match="2:4 products need an NVIDIA GPU, and the model is on cpu"):
-        bench(sources(folder, "llama"), BenchSettings((SHORT,), device="cpu", semi_structured=True), start=unstarted)
-    asked = BenchSettings((SHORT,), rounds=1, semi_structured=True)
-    with pretended_accelerator():
-        with pytest.raises(UnsupportedModelError, match=r"--semi-structured: no linear of .*llama is 2:4; prune one"):
-            bench(sources(folder, "llama"), asked, start=told([]))
-        found = bench(sources(folder, "llama", "gpt2"), asked, start=told([], {"gpt2": 5}))
-        assert [m.two_four for m in found.models] == [0, 5]
-
-
 # --- processes
 
 
 @pytest.mark.slow
 def test_a_process_answers_like_this_one_and_is_ended_with_the_block(folder: Path) -> None:
-    task = Task("mine", Checkpoint(str(folder / "llama")), "cpu", 1, 2, 128, False)
+    task = Task("mine", Checkpoint(str(folder / "llama")), "cpu", 1, 2, 128)
     with process(task) as worker:
         there, here = worker.answer(), Inside(task).answer()
         assert {k: v for k, v in there.items() if k != "memory_bytes"} == {
@@ -208,7 +196,7 @@ def test_a_process_answers_like_this_one_and_is_ended_with_the_block(folder: Pat
 
 @pytest.mark.slow
 def test_an_error_in_a_process_is_raised_here_as_what_it_was(folder: Path) -> None:
-    with process(Task("mine", Checkpoint(str(folder / "gone")), "cpu", None, 1, 9, False)) as worker:
+    with process(Task("mine", Checkpoint(str(folder / "gone")), "cpu", None, 1, 9)) as worker:
         with pytest.raises(ArtifactError, match=r"cannot load .*gone"):
             worker.answer()
         assert worker.process.wait(60) == 0
@@ -226,7 +214,7 @@ def test_other_ends_of_a_process_are_told_apart() -> None:
 def test_a_process_that_is_waited_for_ends_when_this_one_is_interrupted(folder: Path) -> None:
     with (
         pytest.raises(KeyboardInterrupt),
-        process(Task("mine", Checkpoint(str(folder / "llama")), "cpu", None, 1, 9, False)) as worker,
+        process(Task("mine", Checkpoint(str(folder / "llama")), "cpu", None, 1, 9)) as worker,
     ):
         raise KeyboardInterrupt
     assert worker.process.poll() == -signal.SIGKILL

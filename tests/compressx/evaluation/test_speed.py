@@ -13,8 +13,6 @@ import torch
 from tests.accelerator import pretended_accelerator
 from tests.compressx.evaluation.benched import Inside
 from tests.compressx.saved import save_tiny
-from torch import nn
-from torch.sparse import SparseSemiStructuredTensorCUTLASS
 
 from compressx import UnsupportedModelError
 from compressx.evaluation import speed
@@ -30,7 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def task(folder: Path, **changes: Any) -> Task:
-    return dataclasses.replace(Task("mine", Checkpoint(str(folder)), "cpu", None, 2, 100, False), **changes)
+    return dataclasses.replace(Task("mine", Checkpoint(str(folder)), "cpu", None, 2, 100), **changes)
 
 
 def clock(*readings: float) -> Any:
@@ -130,17 +128,6 @@ def test_decoding_reads_all_weights_but_embeddings_that_are_not_the_head_and_of_
         assert found["read_bytes"] == found["weight_bytes"] - 2 * rows[architecture]
 
 
-def test_a_two_four_weight_counts_as_its_values_and_places(monkeypatch: pytest.MonkeyPatch) -> None:
-    SparseSemiStructuredTensorCUTLASS._load_dispatch_table()
-    monkeypatch.setattr(SparseSemiStructuredTensorCUTLASS, "_PROTOTYPE_WARNING_SHOWN", True)
-    with pretended_accelerator():
-        weight = torch.zeros(64, 128, dtype=torch.bfloat16).to("cuda")
-        linear = nn.Linear(128, 64, bias=False)
-        linear.weight = nn.Parameter(SparseSemiStructuredTensorCUTLASS.from_dense(weight), requires_grad=False)
-        # half of the values in 16 bits, and four bits of places for two of them
-        assert sizes(linear)["weight_bytes"] == 64 * 128 * 2 * 9 // 16
-
-
 # --- the process
 
 
@@ -172,20 +159,6 @@ def test_threads_are_set_as_asked(folder: Path, monkeypatch: pytest.MonkeyPatch)
     Inside(task(folder)).answer()
     Inside(task(folder, threads=3)).answer()
     assert asked == [3]
-
-
-def test_only_a_model_that_is_two_four_is_converted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    converted: list[bool] = []
-
-    def convert(_model: Any) -> Any:
-        converted.append(True)
-        return type("Converted", (), {"names": ("a", "b")})
-
-    monkeypatch.setattr(speed, "semi_structured", convert)
-    for two_four, asked, count in ((True, True, 2), (False, True, 0), (True, False, 0)):
-        monkeypatch.setattr(speed, "is_two_four", lambda _, answer=two_four: answer)
-        assert Inside(task(folder, semi_structured=asked)).answer()["two_four"] == count
-    assert converted == [True]
 
 
 def test_lines_of_json_go_in_and_out_and_an_error_is_the_last(folder: Path) -> None:

@@ -14,11 +14,11 @@ from torch.nn.utils.parametrizations import weight_norm
 from torch.optim.swa_utils import AveragedModel
 from transformers.pytorch_utils import Conv1D
 
-from compressx.masks import MaskSet, semi_structured, squash
+from compressx.masks import MaskSet, squash
 from compressx.masks.callback import MaskCallback
 from compressx.masks.maskset import MaskEntry, weight_sha256
 from compressx.models.architecture import linears_of
-from compressx.runtime.errors import ArtifactError, UnsupportedModelError
+from compressx.runtime.errors import ArtifactError
 from compressx.testing import tiny_model
 
 
@@ -140,10 +140,3 @@ def test_a_module_without_these_weights_is_refused_in_one_line(about):
         with pytest.raises(ArtifactError, match=said) as refused:
             ask(build())
         assert "\n" not in str(refused.value)
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
-@pytest.mark.parametrize("build", [small, nn.Module, quantized, with_convolution], ids=lambda build: build.__name__)
-def test_sparse_products_ask_for_a_language_model(build):
-    with pytest.raises(UnsupportedModelError, match="has no config of transformers; expected a causal language model"):
-        semi_structured(build())

@@ -1,4 +1,4 @@
-"""A real model, pruned to 2:4, in the hands of those who get it: transformers, `inspect`, sparse tensor cores."""
+"""A real model, pruned to 2:4, in the hands of those who get it: transformers, `inspect`, torch's 2:4 products."""
 
 from __future__ import annotations
 

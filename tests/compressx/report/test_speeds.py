@@ -18,7 +18,7 @@ SECOND = {"prefill": [4.0, 1.0, 3.0], "decode": [1.0, 4.0, 0.5]}
 
 def model(name: str, seconds: Any, **changes: Any) -> ModelSpeed:
     facts: dict[str, Any] = {
-        "machine": "a machine", "dtype": "bfloat16", "parameters": 3_000_000, "two_four": 0, "file_bytes": 6_100_000,
+        "machine": "a machine", "dtype": "bfloat16", "parameters": 3_000_000, "file_bytes": 6_100_000,
         "weight_bytes": 6_000_000, "read_bytes": 5_000_000,
         "memory_bytes": {"before": 200_000_000, "load": 400_000_000, "run": 300_000_000},
     }  # fmt: skip
@@ -27,7 +27,7 @@ def model(name: str, seconds: Any, **changes: Any) -> ModelSpeed:
 
 @pytest.fixture
 def found() -> Bench:
-    return Bench((model("dense", FIRST), model("pruned", SECOND, two_four=7)), 2, 128, 8e9)
+    return Bench((model("dense", FIRST), model("pruned", SECOND)), 2, 128, 8e9)
 
 
 def test_a_spread_is_the_median_the_least_and_the_most() -> None:
@@ -76,11 +76,11 @@ def test_the_tables_have_a_row_for_each_model_and_length_and_say_what_they_mean(
     sizes, speeds = found.sections()
     assert sizes.note == "a machine. Peaks of memory are the process's, which has 200 MB before it loads a model."
     assert sizes.table.names == [
-        "model", "dtype", "parameters, M", "2:4", "file, MB", "weights, MB", "peak of loading, MB", "peak, MB"
+        "model", "dtype", "parameters, M", "file, MB", "weights, MB", "peak of loading, MB", "peak, MB"
     ]  # fmt: skip
     assert sizes.table.texts == [
-        ["dense", "bfloat16", "3.0", "", "6.1", "6", "400", "300"],
-        ["pruned", "bfloat16", "3.0", "7", "6.1", "6", "400", "300"],
+        ["dense", "bfloat16", "3.0", "6.1", "6", "400", "300"],
+        ["pruned", "bfloat16", "3.0", "6.1", "6", "400", "300"],
     ]
     assert speeds.table.names == ["stage", "model", "tokens/s", "x", "weights, GB/s"]
     assert [row[:2] for row in speeds.table.texts] == [
@@ -124,7 +124,6 @@ def test_a_report_is_written_with_a_plot_and_every_second(found: Bench, tmp_path
         "batch": 2, "rounds": 3, "ids_below": 128, "copy_rate": 8e9
     }  # fmt: skip
     pruned = plain["models"][1]
-    assert pruned["two_four"] == 7
     assert pruned["memory_bytes"]["run"] == 300_000_000
     first = pruned["speeds"][0]
     assert (first["prompt"], first["new"], first["read_rate"]) == (100, 11, 5e7)
