@@ -17,8 +17,9 @@ from compressx.data.documents import UnreachableError, check_dataset, require_te
 from compressx.data.windows import Generated, fingerprint, read_calibration
 from compressx.evaluation.evaluators import read_evaluators
 from compressx.models.access import Access, config_fingerprint, weights_fingerprint
-from compressx.models.architecture import text_config
+from compressx.models.architecture import survey, text_config
 from compressx.models.arithmetic import choose
+from compressx.models.blockwise import check_calls
 from compressx.models.generate import check_ids, first_token, generate
 from compressx.models.streaming import StreamedModel, open_model
 from compressx.planning.plan import Plan
@@ -45,7 +46,7 @@ class Inputs(Stage):
         if state.checkpoint is not None and not state.recipe.finetune and source.streaming is not True and not gguf:
             yield "set model.streaming: true"
 
-    def check(self, state: RunState, plan: Plan | None, mistakes: Mistakes) -> None:  # noqa: ARG002 - of the recipe
+    def check(self, state: RunState, plan: Plan | None, mistakes: Mistakes) -> None:
         """Refuse datasets that cannot be read, and windows that cannot be drawn."""
         loaded = state.loaded
         for place, dataset in state.recipe.datasets().items():
@@ -58,6 +59,9 @@ class Inputs(Stage):
         if state.recipe.model.streaming is True:
             with mistakes.collected():
                 _refuse_streamed(loaded)
+            if state.recipe.evaluate is not None and plan is not None and not plan.needs_calibration:
+                with mistakes.collected(), loaded.at("evaluate"):  # which runs one block after the other
+                    check_calls(state.skeleton, survey(state.skeleton))
 
     def run(self, state: RunState) -> None:
         """Read and open; the weights come last, or when text is to be generated with them."""

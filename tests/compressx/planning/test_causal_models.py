@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from compressx.planning.plan import Plan
 from compressx.plugins.manager import load_plugins
 from compressx.recipe.schema import recipe_from_dict
 from compressx.runtime.errors import CompressxError
-from compressx.testing import tiny_tokens
+from compressx.testing import save_tiny_model, tiny_text, tiny_tokens
 
 RULES = [{"targets": ["*"], "pruner": "wanda", "sparsity": 0.5}]
 TOLD = {
@@ -76,3 +77,20 @@ def test_what_the_plan_accepts_is_pruned(kind: str):
         model, None, {"prune": RULES, **ignored_by(kind)}, calibration=tiny_tokens(sequences=48)
     ).report
     assert {x.name: round(x.sparsity, 1) for x in report.layers} == {x.name: 0.5 for x in plan.linears}
+
+
+@pytest.mark.slow
+def test_a_model_that_cannot_run_one_block_at_a_time_is_not_evaluated_streamed(tmp_path: Path):
+    """Its weights can be pruned by magnitude, which runs nothing."""
+    saved = save_tiny_model(tmp_path / "model", "llama")
+    built("deepseek_v4").save_pretrained(saved)
+    (text := tmp_path / "text.txt").write_text(tiny_text())
+    recipe: dict[str, Any] = {
+        "model": {"path": str(saved), "streaming": True},
+        "prune": [{"targets": ["*"], "pruner": "magnitude", "sparsity": 0.5}],
+        "output": str(tmp_path / "out"),
+    }
+    assert compressx.plan(recipe).linears
+    measured = {"token_perplexity": {"dataset": {"text": str(text)}, "sequence_length": 16, "samples": 2}}
+    with pytest.raises(CompressxError, match=r"evaluate: .*takes hidden states"):
+        compressx.plan({**recipe, "evaluate": measured})
