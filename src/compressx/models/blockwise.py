@@ -296,9 +296,12 @@ def _unused(block: nn.Module, linears: Mapping[str, Linear], state: Tensor, call
 
     class Watch(TorchFunctionMode):
         def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if getattr(function, "__name__", "") != "__get__":  # which reads a shape or a dtype
-                used.update(map(id, args))
-            return function(*args, **(kwargs or {}))
+            output = function(*args, **(kwargs := kwargs or {}))
+            # To read a shape or a dtype is no use of a weight; to read its transpose, as Falcon does, is one.
+            if getattr(function, "__name__", "") != "__get__" or isinstance(output, Tensor):
+                given = (x if isinstance(x, tuple | list) else (x,) for x in (*args, *kwargs.values()))
+                used.update(map(id, chain.from_iterable(given)))
+            return output
 
     twin = copy.deepcopy(block, twins)  # of no memory
     with Watch():
