@@ -171,7 +171,7 @@ def refuse_foreign(model: Any, like: Like) -> None:
     gguf_settings.refuse_unsayable(ours, theirs, gguf_settings.Header.of(like.path))
     for name in ("num_attention_heads", "num_key_value_heads"):
         here, there = (getattr(x, name, None) for x in (ours, theirs))
-        if like.architecture not in FEWER_HEADS and here != there:
+        if like.architecture not in FEWER_HEADS and here is not None and here != there:
             raise UnsupportedModelError(
                 f"format gguf: {name} is {here} in the model and {there} in {like.path}, and another is not written "
                 f"of {like.architecture}; leave kv-groups as they are, or export another format"
