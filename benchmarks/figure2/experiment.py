@@ -15,12 +15,12 @@ from statistics import fmean, stdev
 from typing import Literal, TypeAlias
 
 import torch
+from algorithm1 import FusedScores, Learned, binarize, learn_mask
 from scipy.stats import t as student_t
 from torch import Tensor
 
 from compressx import Unstructured, drop_lowest
 from compressx.numerics.obs import inverse_cholesky, sweep, wanda_scores
-from compressx_attnprune.algorithm1 import FusedScores, Learned, binarize, learn_mask
 
 Panel: TypeAlias = Literal["lambda", "n", "rho"]
 
@@ -248,7 +248,7 @@ def measure(settings: Settings, log: Callable[[str], None] = lambda _: None) -> 
     """Run the whole experiment.
 
     Raises:
-        compressx_attnprune.algorithm1.DivergedError: the `momentum` optimizer diverged.
+        algorithm1.DivergedError: the `momentum` optimizer diverged.
     """
     choices: dict[tuple[int, float], Choice] = {}
     for tokens in sorted({settings.tokens, *settings.token_counts}):

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import algorithm1
 import pytest
 import torch
+from algorithm1 import DivergedError, FusedScores
 from experiment import sample
 from torch import Tensor
-
-from compressx_attnprune import algorithm1
-from compressx_attnprune.algorithm1 import DivergedError, FusedScores
 
 TOKENS, WIDTH = 24, 8
 MASKS = {

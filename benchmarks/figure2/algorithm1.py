@@ -7,7 +7,7 @@ A relaxed mask `M` in [0, 1] on the fused `W = W_Q W_K^T` preserves `P = softmax
 `loss_and_gradient` is the theorem on the gradient of L, `learn_mask` minimises L, and `binarize` turns the minimiser
 into a mask by its percentile. Everything is float64 and batched: the first dimension of every tensor is the problem.
 The paper gives no constants (regularization, steps, step size, momentum); the defaults are ours. The pruner's
-`mode: mask` is the same descent on the two factors of a real layer (`training.learn_masks`).
+`mode: mask` is the same descent on the two factors of a real layer (`compressx_attnprune.training.learn_masks`).
 """
 
 from __future__ import annotations
