@@ -50,6 +50,7 @@ _OF_KIND: dict[str, dict[str, Any]] = {
     "zamba2": {"layer_types": None, "layers_block_type": ["mamba", "hybrid"] * 2, "num_hidden_layers": 4,
         "hybrid_layer_ids": [1, 3], "mamba_ngroups": 1, "n_mamba_heads": 8, "num_mem_blocks": 1,
         "attention_hidden_size": 128, "adapter_rank": 8, "num_key_value_heads": 4},
+    "xmod": {"default_language": "en_XX"},
     "zaya": {"num_experts_per_tok": 1},
 }  # fmt: skip
 

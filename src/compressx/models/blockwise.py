@@ -261,7 +261,7 @@ def check_calls(model: nn.Module, found: Architecture) -> tuple[bool, set[str]]:
 
     Returns:
         Whether a block is handed more of an earlier one's output than hidden states; and linears that their blocks do
-        not use, such as the attention of a decoder to an encoder that is not there.
+        not call, such as the attention of a decoder to an encoder that is not there.
 
     Raises:
         UnsupportedModelError: as `capture_calls`.
@@ -278,7 +278,7 @@ def check_calls(model: nn.Module, found: Architecture) -> tuple[bool, set[str]]:
         (state,), calls = capture_calls(weightless, found.blocks, [torch.zeros(1, _FEW, dtype=torch.int64)])
         linked = any(isinstance(call, LinkedCall) for made in calls.values() for call in made)
         for fqn, block in found.blocks.items():
-            with contextlib.suppress(*_FAILURES):
+            with contextlib.suppress(*_FAILURES):  # of a block that cannot be copied
                 (call,) = calls[fqn]
                 unused |= _unused(block, found.inside(fqn), state.to("meta"), _changed(call, _on_meta))
     return linked, unused
@@ -289,25 +289,31 @@ def _on_meta(value: Any) -> Any:
 
 
 def _unused(block: nn.Module, linears: Mapping[str, Linear], state: Tensor, call: BlockCall) -> set[str]:
-    """Return the linears of a block whose weights it does nothing with; none if it does not run on the meta device."""
+    """Return the linears of a block that are neither called nor the first factor of a product: no input is seen."""
     twins: dict[int, Any] = {id(x): nn.Parameter(_on_meta(x), x.requires_grad) for x in block.parameters()}
     twins |= {id(x): _on_meta(x) for x in block.buffers()}
-    used: set[int] = set()
+    twin = copy.deepcopy(block, twins)  # of no memory
+    names = {name: x for name, x in linears.items() if x.expert is None}
+    first = {id(twins[id(getattr(x.module, x.parameter))]): name for name, x in names.items()}
+    seen, converted = set[str](), set[str]()
 
     class Watch(TorchFunctionMode):
         def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            output = function(*args, **(kwargs := kwargs or {}))
-            # To read a shape or a dtype is no use of a weight; to read its transpose, as Falcon does, is one.
-            if getattr(function, "__name__", "") != "__get__" or isinstance(output, Tensor):
-                given = (x if isinstance(x, tuple | list) else (x,) for x in (*args, *kwargs.values()))
-                used.update(map(id, chain.from_iterable(given)))
-            return output
+            if args and (name := first.get(id(args[0]))) is not None:
+                title = getattr(function, "__name__", "")
+                seen.update({name} if "matmul" in title else ())
+                converted.update({name} if title in {"float", "to", "type"} else ())
+            return function(*args, **(kwargs or {}))
 
-    twin = copy.deepcopy(block, twins)  # of no memory
-    with Watch():
-        replay(twin, state, call)
-    names = {name: x for name, x in linears.items() if x.expert is None}
-    return {name for name, x in names.items() if id(twins[id(getattr(x.module, x.parameter))]) not in used}
+    for module in twin.modules():
+        called = [first[id(x)] for x in module.parameters(recurse=False) if id(x) in first]
+        module.register_forward_pre_hook(lambda *_, called=called: seen.update(called))
+    try:
+        with Watch():
+            replay(twin, state, call)
+    except _FAILURES:  # such as experts, who look at numbers
+        return converted - seen
+    return {*names} - seen
 
 
 def replay(block: nn.Module, hidden: Tensor, call: BlockCall) -> Tensor:

@@ -104,7 +104,7 @@ def make_plan(loaded: LoadedRecipe, plugins: Plugins, skeleton: torch.nn.Module)
                     f"{type(skeleton).__name__}: its blocks hand on more than hidden states, so none of them can be "
                     "left out; prune single weights, or neurons"
                 )
-            why = "its block does not use it, so that no input of it can be seen"
+            why = "its block does not call it, so that no input of it can be seen"
             blind = {x.name: why for x in plan.linears if x.name in unused and x.rule in observing}
             left = tuple(x for x in plan.linears if x.name not in blind)
             plan = replace(plan, linears=left, skipped={**plan.skipped, **blind})

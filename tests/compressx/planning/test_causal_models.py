@@ -20,7 +20,7 @@ from compressx.testing import save_tiny_model, tiny_text, tiny_tokens
 
 RULES = [{"targets": ["*"], "pruner": "wanda", "sparsity": 0.5}]
 TOLD = {
-    **dict.fromkeys(("gemma3n_text", "hrm_text", "whisper", "xlm"), "expected one list of"),
+    **dict.fromkeys(("gemma3n_text", "hrm_text", "xlm"), "expected one list of"),
     "deepseek_v4": "takes hidden states",
     "hy_v4": "takes hidden states",
     "reformer": "the model reads attn_output of the output of this block",
@@ -44,7 +44,7 @@ def built(kind: str) -> Any:
 
 def ignored_by(kind: str) -> dict[str, Any]:
     """Leave out experts that no token reaches, since a random router prefers others."""
-    return {"ignore": ["*.experts.*"]} if kind in {"afmoe", "ernie4_5_moe"} else {}
+    return {"ignore": ["*.experts.*"]} if kind in {"afmoe", "ernie4_5_moe", "longcat_flash"} else {}
 
 
 def planned(kind: str, model: Any) -> Plan:
@@ -72,7 +72,7 @@ def test_what_the_plan_accepts_is_pruned(kind: str):
     assert plan.needs_calibration
     assert len(plan.linears) > 2
     if kind in WITHOUT_ENCODER:
-        assert any("not use it" in why for why in plan.skipped.values())
+        assert any("not call it" in why for why in plan.skipped.values())
     report = compressx.prune(
         model, None, {"prune": RULES, **ignored_by(kind)}, calibration=tiny_tokens(sequences=48)
     ).report
