@@ -51,6 +51,9 @@ _OF_KIND: dict[str, dict[str, Any]] = {
         "hybrid_layer_ids": [1, 3], "mamba_ngroups": 1, "n_mamba_heads": 8, "num_mem_blocks": 1,
         "attention_hidden_size": 128, "adapter_rank": 8, "num_key_value_heads": 4},
     "xmod": {"default_language": "en_XX"},
+    "qwen4_exp_text": {"layer_types": ["linear_attention", "indexed_attention", "linear_attention"],
+        "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 16,
+        "indexer_compress_ratio": 4},
     "zaya": {"num_experts_per_tok": 1},
 }  # fmt: skip
 
@@ -68,7 +71,8 @@ def small_config(kind: str, *, whole: bool = True) -> Any:
     known = {*inspect.signature(cls.__init__).parameters, *getattr(cls, "__annotations__", {}), *default.to_dict()}
     values = {key: value for key, value in _SMALL.items() if key in known - aliases.keys() or aliases.get(key) in known}
     values = {key: value for key, value in values.items() if aliases.get(key) not in values}
-    if getattr(default, "layer_types", None) is not None:
+    computed = isinstance(inspect.getattr_static(cls, "layer_types", None), property)
+    if getattr(default, "layer_types", None) is not None and not computed:
         seen = [*dict.fromkeys(default.layer_types)]
         values["layer_types"] = (seen * 3)[:3] if len(seen) > 1 else seen * 3
     if whole and getattr(default, "text_config", None) is not None and default.text_config.model_type in CONFIG_MAPPING:
