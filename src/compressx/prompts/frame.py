@@ -39,18 +39,18 @@ def frame_of_chat(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> tupl
     Raises:
         CalibrationError: no template, no message, a message without text, or messages that the template refuses.
     """
-    chat = document({"messages": list(messages)}, "messages", "the prompt")
+    chat: Any = document({"messages": list(messages)}, "messages", "the prompt")
     if not chat:
         raise CalibrationError("the prompt has no message; expected one or more")
     if not tokenizer.chat_template:
         raise CalibrationError("the prompt is a chat, and the tokenizer has no chat template; give a text")
-    lengths = [len(message["content"].strip()) for message in messages]
-    longest = lengths.index(max(lengths))
-    whole = messages[longest]["content"]
+    texts = [message.get("content") or "" for message in chat]
+    longest = max(range(len(texts)), key=lambda i: len(texts[i].strip()))
+    whole = texts[longest]
     text = whole.strip()
     begin, _, end = whole.partition(text) if text else (whole, "", "")
-    around = [*messages]
-    around[longest] = {**messages[longest], "content": f"{begin}{_TEXT}{end}"}
+    around = [*chat]
+    around[longest] = {**chat[longest], "content": f"{begin}{_TEXT}{end}"}
     before, after = _around(tokenizer, around)
     return before, text, after
 

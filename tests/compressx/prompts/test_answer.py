@@ -144,6 +144,13 @@ def test_of_several_messages_with_the_same_text_one_is_shortened(tokenizer: Any)
     assert int((~protected).sum()) == len(TEXT)
 
 
+def test_a_message_of_text_parts_is_shortened_beside_one_that_calls_a_tool(tokenizer: Any) -> None:
+    tokenizer.chat_template = TEMPLATE.replace("m.content", "(m.content or '')")
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "clock", "arguments": {}}}]}
+    ids, protected = framed(tokenizer, [call, {"role": "user", "content": [{"type": "text", "text": TEXT}]}])
+    assert tokenizer.decode(ids[~protected]) == TEXT
+
+
 def test_a_text_begins_and_does_not_end_with_the_tokenizers_special_tokens(tokenizer: Any) -> None:
     from tokenizers.processors import TemplateProcessing
 
@@ -163,8 +170,8 @@ def test_a_text_begins_and_does_not_end_with_the_tokenizers_special_tokens(token
         ([{"role": "user", "content": " \n"}], TEMPLATE, "the prompt is empty; expected a text"),
         ([{"role": "user", "content": TEXT}], "", "the tokenizer has no chat template; give a text"),
         ([{"role": "user"}], TEMPLATE, "message 0 has no text in 'content', expected {role, content}"),
-        ([{"role": "user", "content": None}], TEMPLATE, "message 0 has no text in 'content'"),
-        ([{"role": "user", "content": [{"type": "text", "text": TEXT}]}], TEMPLATE, "message 0 has no text in 'conten"),
+        ([{"role": "user", "content": None}], TEMPLATE, "the prompt has no message; expected one or more"),
+        ([{"role": "user", "content": [{"type": "image"}]}], TEMPLATE, "message 0"),
         ([TEXT], TEMPLATE, "message 0 is str, expected {role, content}"),
         ([{"role": "user", "content": TEXT}], "{{ raise_exception('no users') }}",
          r"template refuses the prompt \(roles user; TemplateError: no users\); change the messages"),
