@@ -41,7 +41,7 @@ if TYPE_CHECKING:
               "repeated.")  # fmt: skip
 @click.option("--tasks", metavar="TASK,TASK", help="Tasks of lm-evaluation-harness: names, or paths of YAML files.")
 @click.option("--limit", help="Documents per task.")
-@click.option("--trust-task-code", is_flag=True, default=None, help="Run Python code that task files bring.")
+@click.option("--trust-task-code", is_flag=True, default=None, help="Run tasks that are files, which can run code.")
 @model_options
 @device_option
 @click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")

@@ -43,8 +43,8 @@ _log = logging.getLogger(__name__)
 _BOOTSTRAP_DRAWS = 1000
 """Draws for standard errors without a closed form, accurate to 2%. The harness's default of 100,000 takes minutes."""
 
-_FOREIGN = {"dataset_path", "dataset_name", "dataset_kwargs", "metadata", "unsafe_code"}
-"""What a group can change in a task of the harness, whose functions run what is in a dataset, or a tokenizer's code."""
+_PATHS = {"dataset_path", "dataset_kwargs", "metric", "custom_generate"}
+"""Keys of task files whose values may be paths of data and scripts."""
 
 _OF_A_TASK = "the text of a task of lm_eval"
 _NAME_IT = "give bos_token and eos_token in its tokenizer_config.json"
@@ -81,7 +81,7 @@ class LmEval(Strict):
 
     tasks: list[TaskField] = Field(min_length=1, examples=[["wikitext"]])
     trust_task_code: StrictBool = Field(
-        False, description="run Python code that task files bring; only if you trust it"
+        False, description="run task YAMLs, which can run code; only if you trust them and what they name"
     )
     limit: StrictInt | None = Field(None, ge=1, description="documents per task; all when absent")
     num_fewshot: StrictInt | None = Field(
@@ -117,7 +117,7 @@ class HarnessEvaluator:
         known = []
         for i, task in enumerate(self.options.tasks):
             with at("tasks", i):
-                known.append(task if isinstance(task, RollingTask) else check_name(task))
+                known.append(task if isinstance(task, RollingTask) else check_name(task, self.options))
         with at("tasks"):
             if len(known) == len(self.options.tasks):
                 check_tasks(self.options)
@@ -135,11 +135,12 @@ class HarnessEvaluator:
 
     def fingerprint(self, text: Mapping[str, Sequence[str]]) -> list[str] | None:
         """Return a hash of each task's documents and files; None if code of a task may read whatever it likes."""
-        files = [task for task in self.options.tasks if isinstance(task, str) and is_file(task)]
-        if files and self.options.trust_task_code:
-            return None
         read = [sha256(json.dumps([name, read]).encode()).hexdigest() for name, read in text.items()]
-        return read + [digest for task in files for digest in _digests(task)]
+        for path in _files(self.options):
+            if (made_of := _digests(path)) is None:
+                return None
+            read += made_of
+        return read
 
     def evaluate(self, model: EvaluatedModel) -> Figures:
         """Return the metrics of each task or group, such as `{"arc_easy": {"acc": 0.61, "acc_stderr": 0.01}}`.
@@ -203,20 +204,14 @@ def run_tasks(
     batch_size = 4 if settings.batch_size == "auto" and on_cpu else settings.batch_size
     copied = copy.deepcopy(tokenizer)  # the harness adds a padding token where there is none
     with quiet_libraries(), _random_states_restored():
-        from jinja2 import StrictUndefined, TemplateError
-        from jinja2.sandbox import SandboxedEnvironment
-        from lm_eval import utils
+        from jinja2 import TemplateError
         from lm_eval.evaluator import simple_evaluate
 
         index = task_index() if reads_index(settings) else {}
         specs = [_spec(task, index, rolling) for task in settings.tasks]
         by_file = all(isinstance(spec, dict) or is_file(spec) for spec in specs)
-        # The harness's own environment lets a template call whatever Python has.
-        templates = SandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
-        templates.filters |= utils.env.filters
         try:
             with (
-                patch.object(utils, "env", utils.env if settings.trust_task_code else templates),
                 # Bootstrap in this process: a pool would fork it while torch's threads run.
                 patch.dict("os.environ", {"DISABLE_MULTIPROC": "1"}),
                 # Only for unused metadata, and git prints an error outside a repository.
@@ -248,10 +243,8 @@ def _task_manager(settings: LmEval, *, include_defaults: bool) -> Any:
     from jinja2 import TemplateError
     from lm_eval.tasks import TaskManager
 
-    beside = [str(path_of(t).parent) for t in settings.tasks if isinstance(t, str) and is_group_file(t)]
+    beside = [str(path.parent) for path in _files(settings) if is_group_file(path)]
     manager: Any = TaskManager(include_defaults=include_defaults, include_path=beside or None)
-    if beside and not settings.trust_task_code:
-        manager._factory = _careful_factory()
     load = manager.load
 
     def explained(specs: Any) -> Any:
@@ -265,26 +258,6 @@ def _task_manager(settings: LmEval, *, include_defaults: bool) -> Any:
 
     manager.load = explained
     return manager
-
-
-def _careful_factory() -> Any:
-    """Return what builds tasks for the harness, and gives none of its own other data than they are written for."""
-    import lm_eval.tasks
-    from lm_eval.tasks._factory import TaskFactory
-
-    own = Path(lm_eval.tasks.__file__).parent
-
-    class Careful(TaskFactory):  # type: ignore[misc]
-        def _load_full_config(self, entry: Any, overrides: Mapping[str, Any] | None = None) -> Any:
-            if (given := _FOREIGN & {*(overrides or {})}) and entry.yaml_path and own in entry.yaml_path.parents:
-                raise RecipeError(
-                    f"lm_eval.tasks: a group gives {min(given)} to the task {entry.name!r} of the harness, which can "
-                    "run code with it; if you trust the group, set lm_eval.trust_task_code: true, or give "
-                    "--trust-task-code"
-                )
-            return super()._load_full_config(entry, overrides)
-
-    return Careful()
 
 
 def _language_model(selection: Callable[[], Selection] | None) -> Any:
@@ -340,7 +313,7 @@ def _spec(task: str | RollingTask, index: Mapping[str, Indexed], rolling: Mappin
     """Return a task as the harness takes it: a name, the path of a YAML file, or a configuration."""
     if isinstance(task, str):
         if is_file(task):
-            return name_in_file(path_of(task)) if is_group_file(task) else task
+            return name_in_file(path) if is_group_file(path := path_of(task)) else task
         return index[task].file or task
     dataset = as_dataset([{"text": document} for document in rolling[task.name]])
     return {
@@ -373,18 +346,17 @@ def check_tasks(settings: LmEval) -> None:
     The harness takes about 15 s to index its 14,000 files, so the index is cached for each version of it.
 
     Raises:
-        RecipeError: an unknown task (with the nearest names), a file that defines no task or runs code, a repeated
-            name, or a task that is also part of a listed group.
+        RecipeError: an unknown task (with the nearest names), a file that is not trusted or defines no task, a
+            repeated name, or a task that is also part of a listed group.
     """
-    names = [task.name if isinstance(task, RollingTask) else check_name(task) for task in settings.tasks]
+    names = [task.name if isinstance(task, RollingTask) else check_name(task, settings) for task in settings.tasks]
     for name in names:
         if names.count(name) > 1:
             raise RecipeError(f"lm_eval.tasks: {name!r} occurs {names.count(name)} times; each task needs its own name")
         if name in FIGURES:
             raise RecipeError(f"lm_eval.tasks: a task cannot be named {name!r}, which is a metric; choose another name")
-    for task in settings.tasks:
-        if isinstance(task, str) and is_file(task) and not settings.trust_task_code:
-            _refuse_code(task)
+    for path in _files(settings):
+        _with_included(path)  # which refuses one that is absent
     index = task_index() if reads_index(settings) else {}
     held: dict[str, str] = {}
     for name, task in zip(names, settings.tasks, strict=True):
@@ -396,13 +368,18 @@ def check_tasks(settings: LmEval) -> None:
                 )
 
 
-def check_name(task: str) -> str:
+def check_name(task: str, settings: LmEval) -> str:
     """Return the name under which the harness reports a task.
 
     Raises:
-        RecipeError: an unknown task (with the nearest names), or a file that defines no task.
+        RecipeError: an unknown task (with the nearest names), or a file that is not trusted or defines no task.
     """
     if is_file(task):
+        if path_of(task).is_file() and not settings.trust_task_code:
+            raise RecipeError(
+                f"lm_eval.tasks: the task file {task!r} can run code (!function, templates, metrics, scripts that load "
+                "data); if you trust it and what it names, set lm_eval.trust_task_code: true (eval: --trust-task-code)"
+            )
         return name_in_file(path_of(task))
     if task not in (names := task_index()):
         near = difflib.get_close_matches(task, names, n=5, cutoff=0.6)
@@ -424,9 +401,14 @@ def path_of(task: str) -> Path:
     return Path(task).expanduser()
 
 
-def is_group_file(task: str) -> bool:
-    """Return whether a task is the YAML file of a group."""
-    return is_file(task) and "group" in _values_in_file(path_of(task))
+def _files(settings: LmEval) -> list[Path]:
+    """Return the paths of the tasks that are given as YAML files."""
+    return [path_of(task) for task in settings.tasks if isinstance(task, str) and is_file(task)]
+
+
+def is_group_file(path: Path) -> bool:
+    """Return whether a YAML file is that of a group."""
+    return "group" in _values_in_file(path)
 
 
 def reads_index(settings: LmEval) -> bool:
@@ -443,27 +425,14 @@ def name_in_file(path: Path) -> str:
     return name if isinstance(name, str) else path.stem
 
 
-def _values_in_file(path: Path, code: list[str] | None = None) -> dict[Any, Any]:
-    """Read a harness YAML file with the harness's parser; append to `code` what makes the harness run any.
-
-    That is not only `!function`: metrics that the harness lacks are fetched by `evaluate`, as scripts, and older
-    versions of `datasets` read pickles.
-    """
+def _values_in_file(path: Path) -> dict[Any, Any]:
+    """Read a harness YAML file with the harness's parser; functions are read as their names."""
     import yaml
-    from lm_eval.api import metrics, registry  # noqa: F401 - the first fills the registry
-
-    found = [] if code is None else code
 
     class Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
-        def construct_mapping(self, node: Any, deep: bool = True) -> Any:  # noqa: ARG002 - values are looked at, too
-            mapping = super().construct_mapping(node, deep=True)
-            found.extend(key for key in ("custom_generate", "hf_evaluate") if mapping.get(key))
-            found.extend(["dataset_path: pandas"] if mapping.get("dataset_path") == "pandas" else [])
-            for one in mapping.get("metric_list") or ():
-                found.extend([] if one["metric"] in registry.metric_registry else [f"the metric {one['metric']!r}"])
-            return mapping
+        pass  # so that the constructor is its own
 
-    Loader.add_multi_constructor("", lambda _loader, tag, _node: found.append(tag))
+    Loader.add_constructor("!function", Loader.construct_scalar)
     if not path.is_file():
         raise RecipeError(f"lm_eval.tasks: no such file: {path} (looked in {Path.cwd()})")
     try:
@@ -473,49 +442,47 @@ def _values_in_file(path: Path, code: list[str] | None = None) -> dict[Any, Any]
         raise RecipeError(f"lm_eval.tasks: {path} is not a valid task file: {why}") from error
 
 
-def _refuse_code(task: str) -> None:
-    """Refuse a task file that makes the harness run code, itself or by one that it reads."""
-    for path, _, code in _files_of(task):
-        if code:
-            raise RecipeError(
-                f"lm_eval.tasks: {path} has {code[0]}, which runs Python code that comes with the task; if you "
-                "trust it, set lm_eval.trust_task_code: true, or give --trust-task-code"
-            )
+def _with_included(path: Path) -> dict[Path, dict[Any, Any]]:
+    """Return the values of a task file and of those that it includes, by their paths."""
+    read: dict[Path, dict[Any, Any]] = {}
+    left = [path]
+    while left:
+        if (path := left.pop().resolve()) not in read:
+            read[path] = _values_in_file(path)
+            others = read[path].get("include", [])
+            left += [path.parent / str(other) for other in (others if isinstance(others, list) else [others])]
+    return read
 
 
-def _files_of(task: str) -> Iterator[tuple[Path, dict[Any, Any], list[str]]]:
-    """Yield a task file and those that it includes or, as a group, may name: each with its values, and its code.
+def _digests(path: Path) -> list[str] | None:
+    """Hash a task file, those that it includes or, as a group, may name, and the local data that they name.
 
     A group may name any task below its folder.
+
+    Returns:
+        None if a file has functions, or cannot be read.
     """
-    seen: set[Path] = set()
-    left = [path_of(task), *(path_of(task).parent.rglob("*.yaml") if is_group_file(task) else ())]
-    while left:
-        if (path := left.pop().expanduser().resolve()) not in seen:
-            seen.add(path)
-            code: list[str] = []
-            values = _values_in_file(path, code)
-            yield path, values, code
-            others = values.get("include", [])
-            left += [path.parent / str(other) for other in (others if isinstance(others, list) else [others])]
-
-
-def _digests(task: str) -> list[str]:
-    """Hash a task file, those that it reads, and the local data that they name."""
-    found: set[Path] = set()
-    for path, values, _ in _files_of(task):
-        named = [p for text in _data_in(values) for p in map(Path, glob.glob(text, recursive=True))]  # noqa: PTH207
-        found |= {path, *named, *(p for folder in named if folder.is_dir() for p in folder.rglob("*"))}
-    return [f"{path.resolve()} {sha256_of(path)}" for path in sorted(found) if path.is_file()]
+    read: dict[Path, dict[Any, Any]] = {}
+    try:
+        for one in (path, *(path.parent.rglob("*.yaml") if is_group_file(path) else ())):
+            read |= _with_included(one)
+    except RecipeError:
+        return None
+    if any(b"!function" in one.read_bytes() for one in read):
+        return None
+    texts_in = [text for values in read.values() for text in _data_in(values)]
+    named = [Path(found) for text in texts_in for found in glob.glob(text, recursive=True)]  # noqa: PTH207
+    all_of = {*read, *named, *(p for folder in named if folder.is_dir() for p in folder.rglob("*"))}
+    return [f"{one.resolve()} {sha256_of(one)}" for one in sorted(all_of) if one.is_file()]
 
 
 def _data_in(value: Any, *, named: bool = False) -> Iterator[str]:
-    """Yield the texts in a task's file that may name its data."""
+    """Yield the texts in a task's file that may name its data, or scripts beside it."""
     if isinstance(value, str) and named:
         yield value
     inside = value.items() if isinstance(value, dict) else enumerate(value if isinstance(value, list) else ())
     for key, other in inside:
-        yield from _data_in(other, named=named or key in ("dataset_path", "dataset_kwargs"))
+        yield from _data_in(other, named=named or key in _PATHS)
 
 
 @dataclass(frozen=True)

@@ -59,16 +59,16 @@ def test_eval_of_tasks_measures_these_alone_and_writes_the_standard_error_beside
         "mine": {"acc": 0.4124, "acc_stderr": 0.0138, "em,strict": 0.5, "em_stderr,strict": 0.02}})  # fmt: skip
     Path("mine.yaml").write_text("task: mine\n")
     Path("other.yaml").write_text("task: other\n")
-    shown = printed("eval", "out", "--tasks", "mine.yaml,other.yaml", "--limit", "3",
+    shown = printed("eval", "out", "--tasks", "mine.yaml,other.yaml", "--limit", "3", "--trust-task-code",
                     "--set", "evaluate.lm_eval.num_fewshot=2")  # fmt: skip
     rows = [" ".join(line.split()) for line in shown.splitlines()]
     assert {"mine acc 0.4124 ± 0.014", "mine em,strict 0.5 ± 0.02"} <= set(rows)
     assert "perplexity" not in shown
     assert asked[0].model_dump(exclude_unset=True) == {
-        "tasks": ["mine.yaml", "other.yaml"], "limit": 3, "num_fewshot": 2
+        "tasks": ["mine.yaml", "other.yaml"], "limit": 3, "trust_task_code": True, "num_fewshot": 2
     }  # fmt: skip
     assert "no chat template" in refused(
-        "eval", "out", "--tasks", "mine.yaml", "--set", "evaluate.lm_eval.apply_chat_template=true"
+        "eval", "out", "--tasks", "mine.yaml", "--trust-task-code", "--set", "evaluate.lm_eval.apply_chat_template=true"
     )
 
 

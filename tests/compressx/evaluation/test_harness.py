@@ -54,6 +54,9 @@ def settings(*tasks: Any, **values: Any) -> LmEval:
     return LmEval.model_validate({"tasks": list(tasks), **values})
 
 
+trusted = partial(settings, trust_task_code=True)
+
+
 def rolling(name: str) -> dict[str, Any]:
     return {"name": name, "dataset": "python-docs"}
 
@@ -88,7 +91,7 @@ def few_tasks(project: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 class TestCheckTasks:
     def test_names_groups_files_and_datasets_of_ours_pass_and_the_index_is_built_once(self, few_tasks, monkeypatch):
-        check_tasks(settings("letters_easy", "tasks/letters_hard.yaml", rolling("docs")))
+        check_tasks(trusted("letters_easy", "tasks/letters_hard.yaml", rolling("docs")))
         monkeypatch.delattr("lm_eval.tasks.TaskManager")
         check_tasks(settings("letters", rolling("docs")))
 
@@ -109,14 +112,14 @@ class TestCheckTasks:
 
     def test_files_and_datasets_of_ours_need_no_index(self, few_tasks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delattr("lm_eval.tasks.TaskManager")
-        check_tasks(settings("tasks/letters.yaml", rolling("docs")))
+        check_tasks(trusted("tasks/letters.yaml", rolling("docs")))
 
     @pytest.mark.parametrize(
         "tasks", [("letters", "letters"), ("letters", rolling("letters")), ("letters_easy", "tasks/letters_easy.yaml")]
     )
     def test_a_name_may_occur_only_once(self, few_tasks: Path, tasks: tuple[Any, ...]) -> None:
         with pytest.raises(RecipeError, match=r"'letters(_easy)?' occurs 2 times"):
-            check_tasks(settings(*tasks))
+            check_tasks(trusted(*tasks))
 
     @pytest.mark.parametrize(
         "tasks", [("letters", "letters_easy"), ("tasks/letters_easy.yaml", "letters"), ("letters", "alphabet")]
@@ -124,7 +127,7 @@ class TestCheckTasks:
     def test_a_task_may_not_be_in_a_group_and_beside_it(self, few_tasks: Path, tasks: tuple[str, ...]) -> None:
         (few_tasks / "alphabet.yaml").write_text("group: alphabet\ntask: [{group: small, task: [letters_easy]}]\n")
         with pytest.raises(RecipeError, match=r"both contain the task 'letters_easy', which .*; remove one of them"):
-            check_tasks(settings(*tasks))
+            check_tasks(trusted(*tasks))
 
     @pytest.mark.parametrize("name", ["token_perplexity", "word_perplexity", "needle", "sample"])
     def test_a_task_cannot_take_the_name_of_a_figure(self, name: str) -> None:
@@ -141,13 +144,13 @@ class TestCheckTasks:
         if text is not None:
             (project / "mine.yaml").write_text(text)
         with pytest.raises(RecipeError, match=complaint):
-            check_tasks(settings("mine.yaml"))
+            check_tasks(trusted("mine.yaml"))
 
     def test_what_is_no_yaml_is_told_in_one_line(self, project: Path) -> None:
         for text in ("a: [", "a: b: c", "\0", "[" * 10_000, "a: &a [*a]\n? *a\n: 1", "--- a\n--- b"):
             (project / "mine.yaml").write_text(text)
             with pytest.raises(RecipeError, match="is not a valid task file") as refused:
-                check_tasks(settings("mine.yaml"))
+                check_tasks(trusted("mine.yaml"))
             assert "\n" not in str(refused.value)
 
     def test_the_real_harness_knows_wikitext(self, project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,155 +166,132 @@ class TestCheckTasks:
 
 
 @pytest.mark.parametrize(
-    "changed", ["mine.yaml", "shared/base.yaml", "data/a.jsonl", "folder/deep/b.json", "group/one.yaml", "letters.csv"]
+    "changed",
+    ["mine.yaml", "shared/base.yaml", "data/a.jsonl", "folder/deep/b.json", "group/one.yaml", "more.csv", "score.py"],
 )
 def test_figures_of_task_files_are_cached_by_what_the_tasks_are_made_of(changed: str, project: Path) -> None:
     for folder in ("shared", "data", "folder/deep", "group"):
         (project / folder).mkdir(parents=True)
     (project / "mine.yaml").write_text("task: mine\ninclude: shared/base.yaml\ndataset_path: ./folder")
-    (project / "shared/base.yaml").write_text("dataset_kwargs: {data_files: {test: 'data/*.jsonl', more: letters.csv}}")
+    (project / "shared/base.yaml").write_text("dataset_kwargs: {data_files: {test: 'data/*.jsonl', more: more.csv}}")
     (project / "group/all.yaml").write_text("group: all\ntask: [one]")
-    (project / "group/one.yaml").write_text("task: one\ndataset_path: json")
-    for name in ("data/a.jsonl", "folder/deep/b.json", "letters.csv", "unread.txt"):
+    (project / "group/one.yaml").write_text("task: one\ndataset_path: json\nmetric_list: [{metric: ./score.py}]")
+    for name in ("data/a.jsonl", "folder/deep/b.json", "more.csv", "score.py", "unread.txt"):
         (project / name).write_text("{}")
-    asked = HarnessEvaluator(settings("mine.yaml", "group/all.yaml"))
+    asked = HarnessEvaluator(trusted("mine.yaml", "group/all.yaml"))
     before = asked.fingerprint({})
     assert before == asked.fingerprint({})
     (project / "unread.txt").write_text("another")
     assert before == asked.fingerprint({})
     (project / changed).write_text((project / changed).read_text() + "\n")
-    assert before != asked.fingerprint({})
-    assert HarnessEvaluator(settings("mine.yaml", trust_task_code=True)).fingerprint({}) is None
+    assert None is not asked.fingerprint({}) != before
 
 
-CODE = {
-    "a function": ("process_results: !function evil.run", "!function"),
-    "its tag in another spelling": ("%TAG !f! !func\n---\ntask: mine\nprocess_results: !f!tion evil.run", "!function"),
-    "a function as a key": ("x: {!function evil.run : 1}", "!function"),
-    "an object of Python": ("doc_to_text: !!python/name:os.system", "tag:yaml.org,2002:python/name:os.system"),
-    "a metric of somebody": ("metric_list: [{metric: ./evil.py}]", "the metric './evil.py'"),
-    "a metric by another name": ("m: &m metric\nmetric_list: [{*m : somebody/evil}]", "the metric 'somebody/evil'"),
-    "a metric by a merge": ("m: &m {metric: evil}\nmetric_list: [{<<: *m}]", "the metric 'evil'"),
-    "a script in place of a metric": ("metric_list: [{metric: acc, hf_evaluate: true}]", "hf_evaluate"),
-    "a pickle": ("dataset_path: pandas\ndataset_kwargs: {data_files: evil.pkl}", "dataset_path: pandas"),
-    "a pickle in a group": ("group: mine\ntask: [{task: x, dataset_path: pandas}]", "dataset_path: pandas"),
-    "generation by somebody": ("generation_kwargs: {custom_generate: ./evil, trust_remote_code: true}", "custom_gener"),
-    "a task inside a group": ("group: mine\ntask: [{task: x, doc_to_text: !function evil.run}]", "!function"),
+@pytest.mark.parametrize("place", ["mine.yaml", "base.yaml", "deep/one.yaml"])
+@pytest.mark.parametrize("text", ["x: {y: !function code.run}", "a: ["])
+def test_figures_of_task_files_with_functions_or_that_cannot_be_read_are_not_cached(
+    place: str, text: str, project: Path
+) -> None:
+    """A function may read whatever it likes."""
+    (project / "deep").mkdir()
+    (project / "mine.yaml").write_text("group: mine\ntask: [one]\ninclude: base.yaml\n")
+    (project / "base.yaml").write_text("metadata: {version: 1}\n")
+    (project / "deep/one.yaml").write_text("task: one\n")
+    asked = HarnessEvaluator(trusted("mine.yaml"))
+    assert asked.fingerprint({}) is not None
+    (project / place).write_text((project / place).read_text() + text)
+    assert asked.fingerprint({}) is None
+
+
+EASY = "include: {tasks}/letters_easy.yaml"
+EVIL = "process_docs: !function evil.run"
+RUN = "from pathlib import Path\n\ndef run(rows):\n    Path('ran').touch()\n    return rows\n"
+TASK_FILES = {
+    "without any code": {"mine.yaml": f"task: mine\n{EASY}"},
+    "with code": {"mine.yaml": f"task: mine\n{EASY}\n{EVIL}"},
+    "of the other ending": {"mine.yml": f"task: mine\n{EASY}\n{EVIL}"},
+    "in a folder": {"deep/mine.yaml": f"task: mine\n{EASY}\n{EVIL}"},
+    "by its whole path": {"{project}/mine.yaml": f"task: mine\n{EASY}\n{EVIL}"},
+    "with an include of another file": {"mine.yaml": f"task: mine\n{EASY}\n", "tasks/letters_easy.yaml": EVIL},
+    "that is nothing but an include": {"mine.yaml": "include: deep/more.yaml", "deep/more.yaml": f"task: mine\n{EASY}"},
+    "of a group": {"tasks/mine.yaml": f"group: mine\ntask: [letters_easy]\n{EVIL}"},
+    "of a group of its own": {"tasks/mine.yaml": "group: mine\ntask: [own]", "tasks/own.yaml": f"task: own\n{EASY}"},
+    "named like a task of the harness": {"letters_easy.yaml": f"task: letters_easy\n{EASY}\n{EVIL}"},
+    "of the harness itself": {"tasks/letters_easy.yaml": ""},
 }
 
 
-class TestCodeOfTasks:
-    @pytest.fixture(autouse=True)
-    def _evil(self, project: Path) -> None:
-        (project / "evil.py").write_text(
-            "import pathlib\npathlib.Path('ran').touch()\n\ndef run(*_, **__):\n    return {}\n"
+class TestTrust:
+    """A task file runs only if it is trusted, whatever is in it and in what it names."""
+
+    @pytest.fixture(params=TASK_FILES.values(), ids=TASK_FILES)
+    def task(self, request: pytest.FixtureRequest, few_tasks: Path, project: Path) -> str:
+        for name, text in request.param.items():
+            path = Path(name.format(project=project))
+            path.parent.mkdir(exist_ok=True)
+            path.with_name("evil.py").write_text(RUN)
+            with path.open("a") as file:
+                file.write(text.format(tasks=few_tasks))
+        return next(iter(request.param)).format(project=project)
+
+    def test_no_command_runs_a_task_file_that_is_not_trusted(self, task: str, project: Path) -> None:
+        told = (
+            f"lm_eval.tasks: the task file {task!r} can run code (!function, templates, metrics, scripts that load "
+            "data); if you trust it and what it names, set lm_eval.trust_task_code: true (eval: --trust-task-code)\n"
         )
-
-    def told(self, place: str, code: str) -> str:
-        return (
-            rf"^lm_eval\.tasks: \S*{place} has {re.escape(code)}.*, which runs Python code that comes with the task; "
-            r"if you trust it, set lm_eval\.trust_task_code: true, or give --trust-task-code$"
-        )
-
-    @pytest.mark.parametrize(("text", "code"), CODE.values(), ids=CODE)
-    def test_a_file_that_runs_code_is_refused_unless_it_is_trusted(self, project: Path, text: str, code: str) -> None:
-        (project / "mine.yaml").write_text(text if text.startswith("%") else f"task: mine\n{text}")
-        with pytest.raises(RecipeError, match=self.told("mine.yaml", code)):
-            check_tasks(settings("mine.yaml"))
-        check_tasks(settings("mine.yaml", trust_task_code=True))
-        assert not (project / "ran").exists()
-
-    @pytest.mark.parametrize(
-        "include", ["evil.yaml", "[evil.yaml]", "deep/../evil.yaml", "{folder}/evil.yaml", "two.yaml"]
-    )
-    def test_so_is_one_that_includes_it_on_whatever_way(self, project: Path, include: str) -> None:
-        (project / "evil.yaml").write_text("doc_to_text: !function evil.run")
-        (project / "deep").mkdir()
-        (project / "two.yaml").write_text("include: deep/three.yaml")
-        (project / "deep" / "three.yaml").write_text("include: [../evil.yaml, ../two.yaml]")
-        text = f"task: mine\ndoc_to_text: plain\ninclude: {include.format(folder=project)}"
-        (project / "mine.yaml").write_text(text)
-        with pytest.raises(RecipeError, match=self.told("/evil.yaml", "!function")):
-            check_tasks(settings("mine.yaml"))
-
-    def test_so_is_one_that_is_reached_through_a_link(self, project: Path) -> None:
-        (project / "away").mkdir()
-        (project / "away" / "real.yaml").write_text("task: mine\ninclude: evil.yaml")
-        (project / "away" / "evil.yaml").write_text("doc_to_text: !function evil.run")
-        (project / "evil.yaml").write_text("doc_to_text: plain")
-        (project / "mine.yaml").symlink_to(project / "away" / "real.yaml")
-        with pytest.raises(RecipeError, match=self.told("away/evil.yaml", "!function")):
-            check_tasks(settings("mine.yaml"))
-
-    def test_so_is_a_group_with_such_a_task_anywhere_below_its_folder(self, project: Path) -> None:
-        (project / "deep").mkdir()
-        (project / "deep" / "evil.yaml").write_text("task: other\ndoc_to_text: !function evil.run")
-        (project / "mine.yaml").write_text("group: mine\ntask: [other]")
-        with pytest.raises(RecipeError, match=self.told("deep/evil.yaml", "!function")):
-            check_tasks(settings("mine.yaml"))
-
-    def test_an_include_that_is_absent_is_told_before_any_work(self, project: Path) -> None:
-        (project / "mine.yaml").write_text("task: mine\ninclude: absent.yaml")
-        with pytest.raises(RecipeError, match=r"no such file: .*absent\.yaml"):
-            check_tasks(settings("mine.yaml"))
-
-    def test_the_task_of_this_repository_is_trusted_by_who_says_so(self) -> None:
-        with pytest.raises(RecipeError, match=self.told("python_docs.yaml", "!function")):
-            check_tasks(settings(str(PYTHON_DOCS)))
-        check_tasks(settings(str(PYTHON_DOCS), trust_task_code=True))
-
-    def test_a_plan_and_an_eval_refuse_it_in_one_line(self, project: Path) -> None:
-        (project / "mine.yaml").write_text("task: mine\nprocess_results: !function evil.run\n")
         save_tiny(project / "m", "llama")
         recipe = "model: ./m\nprune: [{targets: ['*'], pruner: magnitude, sparsity: 0.5}]\noutput: out\n"
-        (project / "r.yaml").write_text(f"{recipe}evaluate: {{lm_eval: {{tasks: [mine.yaml]}}}}\n")
-        told = refused("plan", "r.yaml")
-        assert told.startswith("error: r.yaml:4:22: lm_eval.tasks: ")
-        assert told.endswith("set lm_eval.trust_task_code: true, or give --trust-task-code\n")
-        assert told.count("\n") == 1
-        assert "has !function, which runs Python code" in refused("eval", "m", "--tasks", "mine.yaml")
+        (project / "r.yaml").write_text(f"{recipe}evaluate: {{lm_eval: {{tasks: [{task}]}}}}\n")
+        grid = ["--grid", "prune.0.sparsity=0.4,0.5"]
+        for command in (["plan"], ["run", "-q"], ["sweep", "-q", *grid], ["eval", "m", "--recipe"]):
+            assert refused(*command, "r.yaml") == f"error: r.yaml:4:30: {told}"
+        assert refused("eval", "m", "--tasks", task).endswith(f": {told}")
+        assert not {"ran", "out", "out-sweep"} & {path.name for path in project.iterdir()}
+
+    @pytest.mark.slow
+    def test_it_runs_if_it_is_trusted(self, task: str, tokenizer: Any, project: Path, request: Any) -> None:
+        check_tasks(asked := trusted(task))
         assert not (project / "ran").exists()
+        measured = run_tasks(tiny_model("llama"), tokenizer, asked, {})
+        assert {figures["acc"] for figures in measured.values() if figures} == {0.5}
+        code = any(EVIL in text for text in request.node.callspec.params["task"].values())
+        assert (project / "ran").exists() == code
 
-    def test_a_template_cannot_reach_what_runs_code(self, few_tasks: Path, tokenizer: Any) -> None:
-        file = few_tasks / "letters_easy.yaml"
-        evil = "{{ cycler.__init__.__globals__.os.system('touch ran') }}"
-        file.write_text(file.read_text().replace("{{q}}", evil))
-        with pytest.raises(
-            RecipeError, match=r"a template of a task fails: access to attribute '__init__' .* is unsafe"
-        ):
-            run_tasks(tiny_model("llama"), tokenizer, settings("tasks/letters_easy.yaml"), {})
-        assert not (few_tasks.parent / "ran").exists()
+    @pytest.mark.slow
+    def test_so_it_does_in_every_command(self, few_tasks: Path, project: Path) -> None:
+        (project / "mine.yaml").write_text(f"task: mine\n{EASY.format(tasks=few_tasks)}\n{EVIL}")
+        (project / "evil.py").write_text(RUN)
+        save_tiny(project / "m", "llama")
+        (project / "r.yaml").write_text(
+            "model: ./m\nprune: [{targets: ['*'], pruner: magnitude, sparsity: 0.5}]\noutput: out\n"
+            "evaluate: {lm_eval: {tasks: [mine.yaml], trust_task_code: true}}\n"
+        )
+        grid = ["--grid", "prune.0.sparsity=0.4,0.5"]
+        printed("plan", "r.yaml")
+        assert not (project / "ran").exists()
+        for command in (["run", "r.yaml"], ["sweep", "r.yaml", *grid], ["eval", "m", "--recipe", "r.yaml"],
+                        ["eval", "m", "--tasks", "mine.yaml", "--trust-task-code"]):  # fmt: skip
+            assert "mine" in printed(*command)
+            (project / "ran").unlink()
 
-    @pytest.mark.parametrize(
-        ("text", "key"),
-        [("task: [{task: letters_easy, dataset_path: csv}]", "dataset_path"),
-         ("task: [letters_easy]\ndataset_kwargs: {data_files: x}", "dataset_kwargs"),
-         ("task: [{group: inner, task: [{group: letters, unsafe_code: false}]}]", "unsafe_code"),
-         ("metadata: {version: 1}\ntask: [{task: letters_easy, metadata: {tokenizer: ./evil}}]", "metadata")],
-    )  # fmt: skip
-    def test_a_group_gives_no_other_data_to_the_harness_own_code(
-        self, few_tasks: Path, tokenizer: Any, text: str, key: str
-    ) -> None:
-        """Some of its functions run what a dataset says, or load a tokenizer with its code."""
-        (few_tasks / "mine.yaml").write_text(f"group: mine\n{text}\n")
-        check_tasks(settings("tasks/mine.yaml"))  # which of them are the harness's own its index alone knows
-        told = rf"a group gives {key} to the task 'letters_easy' of the harness, .* give --trust-task-code$"
-        with pytest.raises(RecipeError, match=told):
-            run_tasks(tiny_model("llama"), tokenizer, settings("tasks/mine.yaml"), {})
+    def test_a_name_is_the_harness_own_task_whatever_is_called_so_here(self, few_tasks: Path, tokenizer: Any) -> None:
+        for shadow in ("letters_easy", "letters_easy.yaml"):
+            Path(shadow).write_text(f"task: letters_easy\ninclude: {few_tasks}/letters_easy.yaml\n{EVIL}")
+        check_tasks(settings("letters_easy"))
+        assert run_tasks(tiny_model("llama"), tokenizer, settings("letters_easy"), {})["letters_easy"]["acc"] == 0.5
 
-    @pytest.mark.parametrize("trusted", [False, True])
-    def test_a_group_renames_tasks_of_the_harness_and_more_if_it_is_trusted(
-        self, few_tasks: Path, tokenizer: Any, trusted: bool
-    ) -> None:
-        more = "metadata: {version: 2}" if trusted else "num_fewshot: 0"
-        (few_tasks / "mine.yaml").write_text(f"group: mine\ntask: [{{task: letters_easy, task_alias: easy, {more}}}]\n")
-        asked = settings("tasks/mine.yaml", trust_task_code=trusted, limit=2)
-        assert "acc" in run_tasks(tiny_model("llama"), tokenizer, asked, {})["letters_easy"]
+    def test_a_folder_is_no_task(self, few_tasks: Path) -> None:
+        for asked in (settings("tasks"), trusted("tasks")):
+            with pytest.raises(RecipeError, match=r"no task is named 'tasks'; .* as the path of its \.yaml file$"):
+                check_tasks(asked)
 
-    def test_keys_that_run_nothing_are_let_through(self, project: Path) -> None:
-        for text in ("metric_list:", "metric_list: [{metric: acc, hf_evaluate: false}]"):
-            (project / "mine.yaml").write_text(f"task: mine\n{text}\n")
-            check_tasks(settings("mine.yaml"))
+    @pytest.mark.parametrize("include", ["absent.yaml", "[deep/more.yaml]"])
+    def test_an_include_that_is_absent_is_told_before_any_work(self, project: Path, include: str) -> None:
+        (project / "deep").mkdir()
+        (project / "deep/more.yaml").write_text("include: absent.yaml")
+        (project / "mine.yaml").write_text(f"task: mine\ninclude: {include}")
+        with pytest.raises(RecipeError, match=r"no such file: .*absent\.yaml"):
+            check_tasks(trusted("mine.yaml"))
 
 
 @pytest.mark.parametrize(

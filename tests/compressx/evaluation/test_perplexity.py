@@ -257,10 +257,11 @@ class TestEvaluateCached:
         assert measure(InMemory(model), tokenizer, asked, "dense") == first
         assert path.read_text() != "{"
 
-    def test_a_task_from_a_file_is_always_measured(self, text: Path, tokenizer: Any, model: Any) -> None:
-        (text / "mine.yaml").write_text("task: mine\n")
-        asked = settings(lm_eval={"tasks": ["mine.yaml"]})
+    @pytest.mark.parametrize(("body", "times"), [("", 1), ("process_docs: !function code.run\n", 2)])
+    def test_a_task_file_with_functions_is_always_measured(self, text, tokenizer, model, body: str, times: int) -> None:
+        (text / "mine.yaml").write_text(f"task: mine\n{body}")
+        asked = settings(lm_eval={"tasks": ["mine.yaml"], "trust_task_code": True})
         first = measure(InMemory(model), tokenizer, asked, "dense")
         runs = model.runs
         assert measure(InMemory(model), tokenizer, asked, "dense") == first
-        assert model.runs == 2 * runs
+        assert model.runs == times * runs

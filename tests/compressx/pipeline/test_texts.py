@@ -124,7 +124,7 @@ class TestTokensBeyondTheEmbedding:
             {"evaluate": {"sample": {"prompt": "w1", "tokens": 4, "apply_chat_template": True}}},
             {"evaluate": {"needle": {"dataset": "python-docs", "lengths": [64], "needles": 1}}},
             {"evaluate": {"lm_eval": {"tasks": [{"name": "mine", "dataset": {"text": "ended.txt"}}]}}},
-            {"evaluate": {"lm_eval": {"tasks": ["mine.yaml"], "apply_chat_template": True}}},
+            {"evaluate": {"lm_eval": {"tasks": ["mine.yaml"], "trust_task_code": True, "apply_chat_template": True}}},
             {"select_tokens": {"selector": "retrieval-heads", "keep": 0.5},
              "evaluate": {"sample": {"prompt": "w1", "tokens": 4}}},
         ],
