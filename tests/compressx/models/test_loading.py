@@ -354,7 +354,6 @@ def test_what_no_class_reads_is_named_and_settings_of_generation_are_kept_stream
     }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stored", ["own", "own, in shards", "equal", "none"])
 @pytest.mark.parametrize("architecture", ["llama", "gemma3", "gpt2", "opt", "qwen2", "phi"])
 def test_whether_a_head_is_the_embeddings_is_known_by_the_tensors_everywhere(
