@@ -41,7 +41,7 @@ def environment(folder: Path, *wheels: Path) -> Path:
 def generated(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """A new plugin of each kind as the command line writes it."""
     folder = tmp_path_factory.mktemp("new")
-    for name, kind in (("my-scores", "pruner"), ("my-units", "structured"), ("my-tokens", "selector")):
+    for name, kind in (("my-scores", "pruner"), ("my-figures", "evaluator"), ("my-tokens", "selector")):
         assert invoke("plugins", "new", name, "--kind", kind, "--folder", str(folder)).exit_code == 0
     return sorted(folder.iterdir())
 
@@ -83,7 +83,7 @@ def test_the_wheel_ships_both_packages_their_types_and_the_licence(wheels):
 
 def test_every_plugin_arrives_through_its_entry_point(fresh, tmp_path):
     records = {r["name"]: r for r in json.loads(compressx(fresh, tmp_path, "plugins", "--json").stdout)}
-    new = {name: f"compressx-{name}" for name in ("my-scores", "my-units", "my-tokens")}
+    new = {name: f"compressx-{name}" for name in ("my-scores", "my-figures", "my-tokens")}
     expected = {**dict.fromkeys(PLUGINS, "compressx"), "random": "compressx-plugin-random", **new}
     assert {name: record["distribution"] for name, record in records.items()} == expected
     kinds = ("pruners", "token_selectors", "evaluators", "exporters")
@@ -133,7 +133,7 @@ output: out
 
 def test_a_token_selector_by_pip_shortens_prompts_and_blocked_it_is_named(fresh, tmp_path):
     checked = compressx(fresh, tmp_path, "plugins", "check", "my-tokens", "--architecture", "llama")
-    assert "12 checks passed, 0 failed" in checked.stdout, checked.stderr
+    assert "4 checks passed, 0 failed" in checked.stdout, checked.stderr
     program = """
 import sys, compressx
 from compressx.testing import tiny_model, tiny_tokens

@@ -51,9 +51,8 @@ def _of_plugins(records: Sequence[PluginRecord]) -> Iterator[Section]:
 
 @plugins.command("new", epilog="Example: compressx plugins new my-pruner --folder work")
 @click.argument("name")
-@click.option("--kind", type=click.Choice(["pruner", "structured", "selector", "evaluator", "exporter"]),
-              default="pruner", show_default=True,
-              help="What it offers; structured is a pruner of whole units.")  # fmt: skip
+@click.option("--kind", type=click.Choice(["pruner", "selector", "evaluator", "exporter"]),
+              default="pruner", show_default=True, help="What it offers.")  # fmt: skip
 @click.option("--folder", type=PATH, default=Path(), help="Folder to create it in; by default the current one.")
 @click.pass_obj
 @errors_for_users

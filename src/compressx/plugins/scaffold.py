@@ -14,16 +14,15 @@ from compressx.runtime.files import atomic_write
 _NAME = re.compile(r"[a-z][a-z0-9]*([-_][a-z0-9]+)*")
 
 _TEMPLATE = Path(__file__).with_name("template")
-"""Folders of a package's files, of which `@name@`, `@module@`, `@kind@` and `@key@` are replaced, in paths too."""
+"""The files that all packages share, and for each kind its own; words such as `@name@` are replaced, in paths too."""
 
-KINDS: dict[str, tuple[Kind[Any], tuple[str, ...]]] = {
-    "pruner": (PRUNER, ("shared", "pruner")),
-    "structured": (PRUNER, ("shared", "pruner", "structured")),
-    "selector": (TOKEN_SELECTOR, ("shared", "selector")),
-    "evaluator": (EVALUATOR, ("shared", "evaluator")),
-    "exporter": (EXPORTER, ("shared", "exporter")),
+KINDS: dict[str, tuple[Kind[Any], str]] = {
+    "pruner": (PRUNER, 'prune:\n  - {targets: ["*"], pruner: @name@, sparsity: 0.5}'),
+    "selector": (TOKEN_SELECTOR, "select_tokens: {selector: @name@, keep: 0.125}"),
+    "evaluator": (EVALUATOR, "evaluate:\n  @name@: {}"),
+    "exporter": (EXPORTER, "export: [safetensors, @name@]"),
 }
-"""What it offers, and its folders; a file of a later one replaces that of an earlier one."""
+"""What it offers, and how a recipe names it."""
 
 
 def check_name(name: str) -> None:
@@ -54,15 +53,15 @@ def new_plugin(name: str, parent: Path, kind: str = "pruner") -> Path:
     if folder.exists():
         raise ArtifactError(f"{folder} exists already; choose another name or --folder, or remove it")
 
-    offered, parts = KINDS[kind]
-
+    offered, recipe = KINDS[kind]
     values = {"name": name, "module": name.replace("-", "_"), "kind": offered.name, "key": offered.key}
+    values["recipe"] = recipe.replace("@name@", name)
 
     def written(text: str) -> str:
-        return re.sub(r"@(name|module|kind|key)@", lambda found: values[found[1]], text)
+        return re.sub(r"@(name|module|kind|key|recipe)@", lambda found: values[found[1]], text)
 
     try:
-        for part in (_TEMPLATE / part for part in parts):
+        for part in (_TEMPLATE / "shared", _TEMPLATE / kind):
             for source in part.rglob("*.template"):
                 place = folder / written(str(source.relative_to(part).with_suffix("")))
                 atomic_write(place, written(source.read_text(encoding="utf-8")).encode())

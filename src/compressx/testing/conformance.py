@@ -31,7 +31,6 @@ from compressx.testing.pruners import PRUNER_CHECKS, plans
 from compressx.testing.saved import EVALUATOR_CHECKS, EXPORTER_CHECKS, SavedSubject, measures, writes
 from compressx.testing.selectors import SELECTOR_CHECKS, SelectorSubject, asks
 from compressx.testing.subject import NoSuchPromiseError, RefusedError, Subject, expect
-from compressx.testing.untouched import isolated
 
 Status: TypeAlias = Literal["passed", "failed", "refused", "skipped"]
 
@@ -182,8 +181,7 @@ def options_round_trip(spec: Any, given: Mapping[str, Any]) -> None:
 
 def _outcome(name: str, architecture: str, check: Callable[[], None]) -> Outcome:
     try:
-        with isolated():
-            check()
+        check()
     except RefusedError as refusal:
         return Outcome(name, architecture, "refused", str(refusal))
     except NoSuchPromiseError as reason:

@@ -35,7 +35,7 @@ from compressx.testing.subject import (
     expect,
     refusals,
 )
-from compressx.testing.untouched import Snapshot, StatisticTensors, expect_same_process, seeded
+from compressx.testing.untouched import Snapshot, StatisticTensors, seeded
 
 
 def plans(subject: Subject) -> None:
@@ -453,20 +453,6 @@ def _every_block(subject: Subject) -> None:
         before.expect_same(but={id(getattr(x.module, x.parameter)) for x in pruned} | solved)
 
 
-def _process(subject: Subject) -> None:
-    """Compare torch's settings and the random states before and after all that a pruner is asked; look for prints."""
-
-    def use() -> None:
-        block = subject.scene(weights=False).block
-        for pattern in subject.few:
-            subject.why_not(block, pattern)
-        scene = subject.scene()
-        for pattern in subject.few:
-            subject.decided(scene, pattern)
-
-    expect_same_process(use)
-
-
 PRUNER_CHECKS: Mapping[str, Callable[[Subject], None]] = {
     "refusals name the layer": _refusals,
     "exact sparsity for every pattern": _exact,
@@ -483,7 +469,6 @@ PRUNER_CHECKS: Mapping[str, Callable[[Subject], None]] = {
     "reconstructs": _reconstructs,
     "leaves the model as it is": _model,
     "leaves every block of a model as it is": _every_block,
-    "leaves the process as it is": _process,
     "no worse than random masks": _beats_chance,
     "few tokens": _few_tokens,
     "inputs that are always zero": _dead_inputs,

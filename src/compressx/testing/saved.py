@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from compressx.runtime.errors import CompressxError, PluginError, blamed_on
 from compressx.runtime.quiet import quiet_libraries
 from compressx.testing.models import save_tiny_model
 from compressx.testing.subject import expect, refusals
-from compressx.testing.untouched import Snapshot, expect_same_process, seeded
+from compressx.testing.untouched import Snapshot
 
 
 @dataclass(frozen=True)
@@ -65,32 +64,6 @@ def measures(subject: SavedSubject) -> None:
     expect(bool(figures), "evaluate returned no figure")
 
 
-def _numbers(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
-    if isinstance(value, Mapping):
-        for key, inner in value.items():
-            yield from _numbers(inner, f"{name}.{key}".removeprefix("."))
-    elif isinstance(value, list):
-        for row in value:
-            yield from _numbers(row, name)
-    elif isinstance(value, int | float):
-        yield name, value
-
-
-def _finite(subject: SavedSubject) -> None:
-    with _finished(subject) as found:
-        figures = _numbers(_figures(subject, found))
-    wrong = [f"{name} is {value}" for name, value in figures if not math.isfinite(value)]
-    expect(not wrong, f"{', '.join(wrong)}; raise a CalibrationError that says why it cannot be measured")
-
-
-def _deterministic(subject: SavedSubject) -> None:
-    answers = []
-    for seed in (0, 1):
-        with _finished(subject) as found, seeded(seed):
-            answers.append(_figures(subject, found))
-    expect(answers[0] == answers[1], f"with other global seeds it measured {answers[1]}, before {answers[0]}")
-
-
 def _export(subject: SavedSubject, found: FinishedModel) -> Path:
     folder: Path = found.folder.parent / "exports" / subject.spec.name
     folder.mkdir(parents=True)
@@ -106,23 +79,6 @@ def writes(subject: SavedSubject) -> None:
         expect(any(path.is_file() for path in folder.rglob("*")), "export wrote no file into its folder")
 
 
-def _inside(subject: SavedSubject) -> None:
-    """Compare the files beside the folder before and after."""
-    with _finished(subject) as found:
-        place = found.folder.parent
-
-        def others() -> dict[str, bytes]:
-            files = (path.relative_to(place) for path in place.rglob("*") if path.is_file())
-            own = Path("exports", subject.spec.name)
-            return {path.as_posix(): (place / path).read_bytes() for path in files if not path.is_relative_to(own)}
-
-        before = others()
-        _export(subject, found)
-        now = others()
-    changed = sorted(name for name in {**before, **now} if before.get(name) != now.get(name))
-    expect(not changed, f"outside its folder it changed {', '.join(changed[:3])}; write into `folder` alone")
-
-
 Use: TypeAlias = Callable[[SavedSubject, FinishedModel], object]
 
 
@@ -133,19 +89,9 @@ def _model(use: Use, subject: SavedSubject) -> None:
         before.expect_same()
 
 
-def _process(use: Use, subject: SavedSubject) -> None:
-    with _finished(subject) as found:
-        expect_same_process(partial(use, subject, found))
-
-
 EVALUATOR_CHECKS: Mapping[str, Callable[[SavedSubject], None]] = {
-    "figures are finite": _finite,
-    "deterministic": _deterministic,
     "leaves the model as it is": partial(_model, _figures),
-    "leaves the process as it is": partial(_process, _figures),
 }
 EXPORTER_CHECKS: Mapping[str, Callable[[SavedSubject], None]] = {
-    "writes only into its folder": _inside,
     "leaves the model as it is": partial(_model, _export),
-    "leaves the process as it is": partial(_process, _export),
 }

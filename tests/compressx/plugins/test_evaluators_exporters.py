@@ -162,17 +162,8 @@ def test_nan_and_infinity_from_an_evaluator_are_texts_in_every_json(package, mod
 
 WEIGHTS = "        model.access.model.lm_head.weight.data.mul_(2)\n"
 BREAKS = [
-    ("evaluator", "figures are finite", "float(right.float().mean())", "float('nan')"),
-    ("evaluator", "deterministic", "float(right.float().mean())", "float(__import__('torch').rand(()))"),
     ("evaluator", "leaves the model as it is", "        (logits,)", f"{WEIGHTS}        (logits,)"),
-    ("evaluator", "leaves the process as it is", "        (logits,)", "        print('hello')\n        (logits,)"),
     ("exporter", "writes a model", 'np.save(folder / f"{name}.npy", mask.keep.numpy())', "pass"),
-    (
-        "exporter",
-        "writes only into its folder",
-        "        if self.config",
-        '        (folder.parent / "a").touch()\n        if self.config',
-    ),
     ("exporter", "leaves the model as it is", "        if self.config", f"{WEIGHTS}        if self.config"),
 ]
 

@@ -11,14 +11,18 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from tests.compressx.cli.commands import invoke, printed, refused
+from tests.compressx.pipeline.runs import recipe
+from tests.compressx.saved import save_tiny
 
 import compressx
 from compressx import PluginError, load_plugins, select_tokens
 from compressx.cli.plugins import plugins_new
+from compressx.pipeline.run import plan
 from compressx.plugins.kinds import TOKEN_SELECTOR
 from compressx.plugins.scaffold import KINDS, new_plugin
-from compressx.runtime.errors import ArtifactError
+from compressx.runtime.errors import ArtifactError, RecipeError
 from compressx.testing import check_plugin, save_tiny_model, tiny_model, tiny_tokens
 
 GUIDE = Path(__file__).parents[3] / "docs/write-a-selector.md"
@@ -65,23 +69,13 @@ def test_nothing_of_the_template_is_left_in_a_new_package(package: Path) -> None
     assert len(list(package.rglob("*.*"))) == 4
 
 
-@pytest.mark.parametrize("kind", ["structured"], indirect=True)
-def test_a_new_structured_pruner_is_short_and_prunes_units_with_its_options(package: Path) -> None:
-    code = (package / "src/compressx_my_own/__init__.py").read_text().partition("class Options")[2]
-    lines = [x.strip() for x in code.splitlines()]
-    assert len([x for x in lines if x and not x.startswith(("#", '"""'))]) <= 30
-    checked = printed("plugins", "check", "my-own", "--architecture", "gpt2")
-    assert "0 failed" in checked
-    assert "exact sparsity for every pattern" in checked
-    masks = {}
-    for rows in (0.0, 100.0):
-        model = tiny_model("llama")
-        some = {"pattern": "neurons", "sparsity": 0.25, "multiple": 1}
-        rule = {"targets": ["*"], "pruner": "my-own", **some, "options": {"rows": rows}}
-        pruned = compressx.prune(model, None, {"prune": [rule]}, calibration=tiny_tokens())
-        masks[rows] = pruned.masks["model.layers.0.mlp.down_proj"].keep
-        assert int((~masks[rows][0]).sum()) == 24
-    assert not torch.equal(masks[0.0], masks[100.0])
+def test_a_new_packages_readme_shows_how_a_recipe_names_it(package: Path, project: Path, kind: str) -> None:
+    (shown,) = re.findall(r"^```yaml\n(.*?)^```$", (package / "README.md").read_text(), flags=re.MULTILINE | re.DOTALL)
+    given = recipe(save_tiny(project / "model", "llama"), **yaml.safe_load(shown))
+    assert plan(given).linears
+    blocked = load_plugins(blocked=["my-own"])
+    with pytest.raises((PluginError, RecipeError), match=f"no {KINDS[kind][0].name} 'my-own'"):
+        plan(given, plugins=blocked)
 
 
 @pytest.mark.parametrize("kind", ["pruner"], indirect=True)
@@ -99,7 +93,7 @@ def test_a_new_pruner_prunes_the_difference_from_a_base_unchanged(project: Path)
 
 @pytest.mark.parametrize("kind", ["selector"], indirect=True)
 def test_a_new_selector_keeps_every_promise_by_the_command_line(package: Path) -> None:
-    assert "12 checks passed, 0 failed" in printed("plugins", "check", "my-own", "--architecture", "gpt2")
+    assert "4 checks passed, 0 failed" in printed("plugins", "check", "my-own", "--architecture", "gpt2")
 
 
 @pytest.mark.parametrize("kind", ["selector"], indirect=True)
