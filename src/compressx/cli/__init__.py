@@ -78,9 +78,10 @@ class _Output(io.TextIOWrapper):
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit."""
-    # OpenMP reads this when torch is imported. Threads that spin at barriers take the cores from whatever else runs.
+    # OpenMP reads this when torch is imported. Threads that spin at barriers take the cores from whatever else runs;
+    # those that never spin cost a fifth on idle cores (docs/questions.md).
     if not os.environ.keys() & {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"}:
-        os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+        os.environ["GOMP_SPINCOUNT"] = "30000"
     for name in ("stdin", "stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:  # closed, as by >&-: the next file that is opened would get its number, and what is printed

@@ -255,7 +255,7 @@ def test_the_like_file_of_another_architecture_is_refused(tmp_path: Path):
 
 
 def test_without_a_like_file_the_message_names_the_converter():
-    with pytest.raises(ArtifactError, match=r"like: FILE under options, or after --like; .*convert_hf_to_gguf.py"):
+    with pytest.raises(ArtifactError, match=r"like: FILE under options, or after --like, .*convert_hf_to_gguf.py"):
         Like.read(None, None)
 
 

@@ -310,7 +310,7 @@ def test_training_twice_gives_the_same_weights():
 def test_a_block_of_smollm2_comes_nearer_to_the_dense_one_on_text_it_has_not_seen(smollm2_short):
     source = DatasetSource(name="python-docs")
     seen, unseen = (documents(source, p)[:40] for p in ("calibration", "evaluation"))
-    text = calibration_windows(token_ids(seen, smollm2_short.tokenizer), 16, 64, seed=0)
+    text = calibration_windows(token_ids(seen, smollm2_short.tokenizer), 32, 64, seed=0)
     other = evaluation_windows(token_ids(unseen, smollm2_short.tokenizer), 8, 64)
     dense, errors = outputs(smollm2_short.model, other), []
     for settings in (None, ReconstructBlock(passes=3)):
