@@ -368,7 +368,10 @@ def computed(config: Any, architecture: str) -> dict[str, Any]:
     if architecture == "gemma2":
         found["tie_word_embeddings"] = config.tie_word_embeddings
     every = getattr(config, "rope_parameters", None) or {}
-    for kind, rope in every.items() if "full_attention" in every else [("", every)]:
+    by_kind = {
+        kind: rope for kind, rope in every.items() if isinstance(rope, Mapping)
+    }  # 5.16 has other keys beside them
+    for kind, rope in (by_kind or {"": every}).items():
         own = {key: x for key, x in rope.items() if rope.get("rope_type") != "default" or key == "rope_theta"}
         own["partial_rotary_factor"] = rope.get("partial_rotary_factor", 1.0)
         if architecture not in _TURNED_IN_PART:
