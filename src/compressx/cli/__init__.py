@@ -59,7 +59,7 @@ for _command in (
     cli.add_command(_command)
 
 
-class _Output(io.TextIOWrapper):
+class _Standard(io.TextIOWrapper):
     """A standard stream that escapes what its encoding lacks, and drops what nobody reads, as after `| head -1`."""
 
     def write(self, text: str, /) -> int:
@@ -88,5 +88,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
             os.open(os.devnull, os.O_RDWR)
         elif name != "stdin" and stream is getattr(sys, f"__{name}__"):
             told = {"encoding": stream.encoding, "errors": "backslashreplace", "line_buffering": stream.line_buffering}
-            setattr(sys, name, _Output(stream.buffer, **told))
+            setattr(sys, name, _Standard(stream.buffer, **told))
     cli.main(args=None if arguments is None else list(arguments), prog_name="compressx")

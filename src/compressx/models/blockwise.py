@@ -126,12 +126,12 @@ class _Output(Tensor):
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, int):
-            return self.alone if index == 0 else _Part(self.fqn, index)
+            return self.alone if index == 0 else _Handed(self.fqn, index)
         return self.alone[index]
 
 
 @dataclass(frozen=True)
-class _Part:
+class _Handed:
     """Stands for what a replaced block would return beside its hidden states, at an index of its output."""
 
     fqn: str
@@ -241,7 +241,7 @@ def _linked(calls: Mapping[str, BlockCall]) -> dict[str, BlockCall]:
     linked: dict[str, BlockCall] = {}
     for fqn, call in reversed([*calls.items()]):
         found: list[str] = []
-        _changed(call, lambda x, found=found: found.append(x.fqn) if isinstance(x, _Part) else None)  # type: ignore[misc]
+        _changed(call, lambda x, found=found: found.append(x.fqn) if isinstance(x, _Handed) else None)  # type: ignore[misc]
         linked[fqn] = call
         if found or fqn in wanted:
             linked[fqn] = LinkedCall(call.args, call.kwargs, fqn, handed, frozenset({*found, fqn}) - wanted)
@@ -324,7 +324,7 @@ def replay(block: nn.Module, hidden: Tensor, call: BlockCall) -> Tensor:
     """
     if isinstance(linked := call, LinkedCall):
         handed = linked.handed
-        call = _changed(call, lambda x: handed[x.fqn][x.index] if isinstance(x, _Part) else x)
+        call = _changed(call, lambda x: handed[x.fqn][x.index] if isinstance(x, _Handed) else x)
     if hidden.dtype == torch.float32 and (hidden.is_meta or not torch.is_autocast_enabled(hidden.device.type)):
         call = _changed(call, _in_float32)
     output = block(hidden, *call.args, **call.kwargs)

@@ -168,7 +168,7 @@ def refuse_foreign(model: Any, like: Like) -> None:
     for key, (here, there) in {"model_type": kinds, "head size": sizes}.items():
         if here != there:
             raise gguf_settings.foreign(like.path, key, there, here)
-    gguf_settings.refuse_unsayable(ours, theirs, gguf_settings.Header.of(like.path))
+    gguf_settings.refuse_unsayable(ours, theirs, gguf_settings.FileHeader.of(like.path))
     for name in ("num_attention_heads", "num_key_value_heads"):
         here, there = (getattr(x, name, None) for x in (ours, theirs))
         if like.architecture not in FEWER_HEADS and here is not None and here != there:
@@ -446,7 +446,7 @@ class _Places:
         like, config = self.like, self.config
         shapes = {x.name: x.shape for x in tensors}
         if scalar := config.get("query_pre_attn_scalar"):
-            theirs = gguf_settings.query_scalar(gguf_settings.Header.of(like.path), len(parts))
+            theirs = gguf_settings.query_scalar(gguf_settings.FileHeader.of(like.path), len(parts))
             self.query_factor = math.sqrt(theirs / scalar)
         if each := like.of_each_block:
             if any(shapes.get(name) != shape for name, shape in like.shapes.items()):

@@ -25,7 +25,7 @@ from compressx.runtime.errors import ArtifactError, UnsupportedModelError
 
 
 @dataclass(frozen=True, eq=False)
-class Header:
+class FileHeader:
     """The header of a file, of `deci` as the `llama` or `qwen2` that transformers is given."""
 
     path: Path
@@ -33,7 +33,7 @@ class Header:
     tensors: frozenset[str]
 
     @classmethod
-    def of(cls, path: Path) -> Header:
+    def of(cls, path: Path) -> FileHeader:
         """Read the header of a file."""
         reader = gguf_header.as_read(path)
         return cls(path, reader.fields, frozenset(x.name for x in reader.tensors))
@@ -63,7 +63,7 @@ class Derived(NamedTuple):
     """A setting that no key says by itself: from what llama.cpp takes it."""
 
     told: str
-    read: Callable[[Header], Any]
+    read: Callable[[FileHeader], Any]
 
 
 Rules: TypeAlias = Mapping[str, str | Derived]
@@ -74,7 +74,7 @@ def _by(tensor: str) -> Derived:
 
 
 def _local(every: int) -> Derived:
-    def read(header: Header) -> list[str]:
+    def read(header: FileHeader) -> list[str]:
         count, each = header.get("block_count"), header.get("attention.sliding_window_pattern", every)
         local = each if isinstance(each, list) else [i % each < each - 1 for i in range(count)]
         if header.architecture == "gemma3" and not header.get("attention.sliding_window"):
@@ -84,7 +84,7 @@ def _local(every: int) -> Derived:
     return Derived(f"`attention.sliding_window_pattern`, or one block of {every} is global", read)
 
 
-def query_scalar(header: Header, blocks: int) -> int:
+def query_scalar(header: FileHeader, blocks: int) -> int:
     """Return what llama.cpp divides Gemma's queries by the root of: it knows the largest by the number of blocks."""
     own = blocks == {"gemma2": 46, "gemma3": 62}.get(header.architecture)
     return int(header.get("embedding_length") // header.get("attention.head_count")) if own else header.head
@@ -183,7 +183,7 @@ _GELUS = {"gelu", "gelu_new", "gelu_fast", "gelu_python", "gelu_pytorch_tanh", "
 """Approximations of one function, of which llama.cpp has one."""
 
 
-def _settings_of(header: Header) -> Rules:
+def _settings_of(header: FileHeader) -> Rules:
     if (found := SETTINGS.get(header.architecture)) is None:
         raise UnsupportedModelError(
             f"{header.path}: what a GGUF file of {header.architecture} leaves unsaid is not known here; expected one "
@@ -199,7 +199,7 @@ def completed(config: Any, path: Path) -> Any:
         UnsupportedModelError: another architecture, positions or a key that changes the computation and has no place
             in a config.
     """
-    header, config = Header.of(path), copy.deepcopy(config)
+    header, config = FileHeader.of(path), copy.deepcopy(config)
     if header.architecture in _BUILT:
         return config
     for name, setting in _settings_of(header).items():
@@ -227,14 +227,14 @@ def completed(config: Any, path: Path) -> Any:
     return _positions_scaled(config, header)
 
 
-def _refused(header: Header, key: str, why: str) -> UnsupportedModelError:
+def _refused(header: FileHeader, key: str, why: str) -> UnsupportedModelError:
     return UnsupportedModelError(
         f"{header.path}: {header.architecture}.{key} is {header.get(key)!r}, {why}; give the model's folder of "
         "safetensors"
     )
 
 
-def _refuse_unread_keys(header: Header) -> None:
+def _refuse_unread_keys(header: FileHeader) -> None:
     """Refuse values of the file format that no setting reads, unless they are zero, and heads of two sizes."""
     for key in _unread_keys(header):
         if key in _known_keys() and header.get(key):
@@ -248,13 +248,13 @@ def _refuse_unread_keys(header: Header) -> None:
 
 def unread(path: Path) -> list[str]:
     """Return the keys of a file that nobody knows: neither the file format nor a setting here."""
-    header = Header.of(path)
+    header = FileHeader.of(path)
     if header.architecture in _BUILT:
         return []
     return [f"{header.architecture}.{key}" for key in _unread_keys(header) if key not in _known_keys()]
 
 
-def _unread_keys(header: Header) -> list[str]:
+def _unread_keys(header: FileHeader) -> list[str]:
     """Return the keys of the architecture that nothing reads, without its name."""
     read, start = {*_READ, *_settings_of(header).values()}, f"{header.architecture}."
     own = (key.removeprefix(start) for key in header.fields if key.startswith(start))
@@ -285,7 +285,7 @@ def refuse_tensors(model: Any, path: Path) -> None:
     """
     from transformers import modeling_gguf_pytorch_utils
 
-    header, readers = Header.of(path), modeling_gguf_pytorch_utils
+    header, readers = FileHeader.of(path), modeling_gguf_pytorch_utils
     if header.architecture in _BUILT:
         return
     kind: Any = readers.TENSOR_PROCESSORS.get(header.architecture, readers.TensorProcessor)
@@ -301,7 +301,7 @@ def refuse_tensors(model: Any, path: Path) -> None:
         raise ArtifactError(f"{path} lacks {lost[0]}, which {type(model).__name__} needs; download it again")
 
 
-def _positions_scaled(config: Any, header: Header) -> Any:
+def _positions_scaled(config: Any, header: FileHeader) -> Any:
     """Return a config with the scaling of positions of its GGUF file, which transformers leaves out.
 
     Raises:
@@ -394,7 +394,7 @@ def windows(config: Any) -> list[int | None]:
     return [width if kind == "sliding_attention" else None for kind in kinds]
 
 
-def refuse_unsayable(ours: Any, theirs: Any, header: Header) -> None:
+def refuse_unsayable(ours: Any, theirs: Any, header: FileHeader) -> None:
     """Compare the config of a model to write with that of a file of its architecture.
 
     Args:

@@ -110,12 +110,12 @@ def test_a_file_with_scaled_positions_computes_what_transformers_does_with_them(
 def test_positions_are_scaled_in_the_layers_with_full_attention_alone_where_a_model_has_two_kinds(
     tmp_path, monkeypatch
 ):
-    from compressx.models.gguf_settings import Header, _positions_scaled
+    from compressx.models.gguf_settings import FileHeader, _positions_scaled
     from compressx.testing import tiny_model
 
     config = tiny_model("gemma3").config
     before = config.rope_parameters["sliding_attention"]
-    found = _positions_scaled(config, Header.of(write_gguf(tmp_path / "tiny.gguf", keys=LINEAR)))
+    found = _positions_scaled(config, FileHeader.of(write_gguf(tmp_path / "tiny.gguf", keys=LINEAR)))
     assert found.rope_parameters["full_attention"]["factor"] == 4.0
     assert found.rope_parameters["full_attention"]["rope_type"] == "linear"
     assert found.rope_parameters["sliding_attention"] == before
