@@ -17,7 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from compressx.data.windows import beginning
 from compressx.models.checkpoint import Checkpoint, find_checkpoint
-from compressx.models.loading import _SPLITS, load_tokenizer
+from compressx.models.loading import load_tokenizer
+from compressx.models.tokenizer import _SPLITS
 from compressx.pipeline.run import run
 from compressx.recipe.sources import ModelSource
 from compressx.runtime.errors import ArtifactError, UnsupportedModelError
