@@ -42,7 +42,7 @@ def make(folder: Path, settings: LlamaConfig) -> None:
             else torch.empty(t.shape, dtype=t.dtype).normal_(std=0.02, generator=generator)
             for name, t in shards.tensors_of(model, blocks, fqn).items()
         }
-        shards.write(folder / file, tensors)
+        shards.write_tensors(folder / file, tensors)
         weight_map |= dict.fromkeys(tensors, file)
     settings.architectures = ["LlamaForCausalLM"]
     settings.save_pretrained(folder)

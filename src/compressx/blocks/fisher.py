@@ -25,7 +25,7 @@ from compressx.blocks.observe import outputs_watched
 from compressx.models.access import Access
 from compressx.models.architecture import Architecture, text_config
 from compressx.models.arithmetic import products_in
-from compressx.models.blockwise import Backwards, Keep, capture, each_block, in_memory, run_around
+from compressx.models.blockwise import BlockwiseBackward, Keep, capture, each_block, in_memory, run_around
 from compressx.models.shards import OUTSIDE
 from compressx.models.streaming import StreamedModel, free_memory, local_processes
 from compressx.numerics.output_error import shares_of
@@ -250,7 +250,7 @@ def _backwards(
         leaving = zip(ids, states.pop(), strict=True)
         at_outputs = [_of_likelihood(access, found.blocks, windows, state, generator) for windows, state in leaving]
     yield order[-1], _checked(at_outputs, order[-1])
-    of_batches = [Backwards(call) for call in calls[order[-1]]]
+    of_batches = [BlockwiseBackward(call) for call in calls[order[-1]]]
     for block, runs in each_block(access, found, calls, reversed(order)):
         parts = zip(runs, states.pop(), at_outputs, of_batches, strict=True)
         at_outputs = [at[block.fqn].backward(*part) for part in parts]
@@ -318,7 +318,7 @@ class SquaredGradients:
         self.tokens[name] += len(squares)
 
     def backward(
-        self, run: Callable[[Tensor], Tensor], enters: Tensor, gradient: Tensor, backwards: Backwards
+        self, run: Callable[[Tensor], Tensor], enters: Tensor, gradient: Tensor, backwards: BlockwiseBackward
     ) -> Tensor:
         """Run a block forwards and backwards, and add the gradients at its linears' outputs.
 

@@ -27,9 +27,9 @@ from compressx.masks.file import MaskEntry, WeightHashes
 from compressx.models.access import Access, with_base
 from compressx.models.architecture import Architecture, survey, text_config
 from compressx.models.blockwise import (
+    HiddenStates,
     Keep,
     Run,
-    Streams,
     advance,
     capture,
     copy_shared_states,
@@ -64,11 +64,11 @@ class PrunedBlock:
     report: BlockReport
     masks: Mapping[str, MaskEntry] = field(default_factory=dict)
     images: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
-    streams: Streams = field(default_factory=lambda: Streams(()))
+    streams: HiddenStates = field(default_factory=lambda: HiddenStates(()))
 
 
 def prune_model(
-    access: Access, plan: Plan, batches: Sequence[Tensor], finished: tuple[str, Streams] | None = None,
+    access: Access, plan: Plan, batches: Sequence[Tensor], finished: tuple[str, HiddenStates] | None = None,
     keep: Keep = in_memory, ranks: Ranks = ALONE, fisher: FisherDiagonal | None = None,
 ) -> Iterator[PrunedBlock]:  # fmt: skip
     """Prune a model in place, block by block.
@@ -121,9 +121,9 @@ def _entering(
     found: Architecture,
     plan: Plan,
     batches: Sequence[Tensor],
-    finished: tuple[str, Streams] | None,
+    finished: tuple[str, HiddenStates] | None,
     keep: Keep,
-) -> tuple[Streams, Mapping[str, Sequence[BlockCall]]]:
+) -> tuple[HiddenStates, Mapping[str, Sequence[BlockCall]]]:
     """Return the inputs of the first unfinished block, and the arguments of every block."""
     if finished is not None:  # the inputs of the first block are not needed
         calls = capture(access, found, batches, lambda state: state.new_empty(0))[1]
@@ -134,7 +134,7 @@ def _entering(
             )
         return finished[1], calls
     states, calls = capture(access, found, batches, keep)
-    return Streams(states, [keep(x.clone()) for x in states] if plan.streams > 1 else ()), calls
+    return HiddenStates(states, [keep(x.clone()) for x in states] if plan.streams > 1 else ()), calls
 
 
 def resumable(model: Any, calls: Mapping[str, Sequence[BlockCall]]) -> bool:
@@ -171,7 +171,7 @@ class _Pruning:
     base: Any = None
 
     @torch.no_grad()
-    def inside(self, block: Block, runs: Sequence[Run], streams: Streams, started: float) -> PrunedBlock:
+    def inside(self, block: Block, runs: Sequence[Run], streams: HiddenStates, started: float) -> PrunedBlock:
         """Prune and reconstruct a decoder block if the plan does, and advance the streams."""
         block = replace(block, sensitivities=self.fisher.linears)
         if self.plan.streams > 1:

@@ -22,7 +22,7 @@ from compressx.blocks.fisher import FisherDiagonal, fisher_diagonal
 from compressx.blocks.observe import inputs_watched, is_routed
 from compressx.blocks.prune import hold_routers, prune_model
 from compressx.models.architecture import find_blocks, survey, text_config
-from compressx.models.blockwise import Streams
+from compressx.models.blockwise import HiddenStates
 from compressx.planning.plan import Plan
 from compressx.report import figures
 from compressx.report.section import Column, Section, Value, count_of, number_of, shaded, table
@@ -166,7 +166,7 @@ class Prune(Stage):
                 state.blocks.append(block.report)
                 state.matrices += (drawn := figures.matrices(block.report.layers, block.images))
                 # After the last block no states are needed, and those of earlier ones are deleted.
-                streams_left = block.streams if len(state.blocks) < total else Streams(())
+                streams_left = block.streams if len(state.blocks) < total else HiddenStates(())
                 store.add(state.access, block.report, drawn, block.masks, streams_left)
                 _report(state, block.report, total)
                 del block, streams_left  # frees the masks, which are on disk

@@ -174,7 +174,7 @@ def sizes_of_gguf(file: Path) -> dict[str, Any]:
     """Return what `sizes` does, of a GGUF file; its dtype is the type of most of its tensors."""
     from gguf import LlamaFileType
 
-    values, tensors = gguf_header.values_of(file), gguf_header.tensors_of(file)
+    values, tensors = gguf_header.values_of(file), gguf_header.stored_arrays(file)
     weights = sum(x.nbytes for x in tensors.values())
     chosen = any("_exps." in name for name in tensors)  # as in `sizes`
     looked_up = tensors["token_embd.weight"].nbytes if "output.weight" in tensors else 0

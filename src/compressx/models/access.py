@@ -79,7 +79,7 @@ class WriteBehind:
 
     def _write(self, path: Path, tensors: Mapping[str, Tensor], then: Callable[[], None] | None) -> None:
         try:
-            shards.write(path, tensors)
+            shards.write_tensors(path, tensors)
             if then is not None:
                 then()
         except BaseException as error:  # noqa: BLE001 - raised by `end`, in the thread that works on

@@ -39,7 +39,7 @@ _PRODUCTS = {
 }
 
 
-def choose(wanted: ComputeDtype, weights: torch.dtype, device: torch.device, *, training: bool) -> Arithmetic:
+def run_arithmetic(wanted: ComputeDtype, weights: torch.dtype, device: torch.device, *, training: bool) -> Arithmetic:
     """Return the arithmetic of a run.
 
     `auto` keeps the weights' dtype unless the device multiplies another one `WORTHWHILE` times as fast. For weights of

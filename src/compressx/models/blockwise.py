@@ -47,7 +47,7 @@ _FAILURES = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, A
 
 
 @dataclass(frozen=True, eq=False)
-class Streams:
+class HiddenStates:
     """The hidden states between two blocks, one [batch, tokens, width] for each calibration batch.
 
     Attributes:
@@ -434,7 +434,7 @@ def shared_states(call: BlockCall) -> list[UserDict[Any, tuple[Any, ...]]]:
     return [*handed, *(value for value in (*call.args, *call.kwargs.values()) if isinstance(value, UserDict))]
 
 
-class Backwards:
+class BlockwiseBackward:
     """Blocks gone through from last to first, with the gradients that reach their `shared_states`.
 
     A block that reads them is a function of them. The gradients of all that read are added up, and go on into the block

@@ -30,7 +30,7 @@ def first_token(tokenizer: Any, model: Any) -> int:
     )
 
 
-def generate(
+def sample_sequences(
     model: Any, first: int, settings: Generate, length: int, progress: Callable[[int, int], None] = lambda _i, _n: None
 ) -> Tensor:
     """Sample sequences from the model's unchanged predictions.

@@ -113,7 +113,7 @@ class GgufOptions(BaseModel):
 
 
 @dataclass(frozen=True, eq=False)
-class Like:
+class TemplateGguf:
     """A GGUF file of the dense model: metadata, and shapes, rows first, as in `gguf_header`; none of its weights."""
 
     path: Path
@@ -121,7 +121,7 @@ class Like:
     shapes: Mapping[str, tuple[int, ...]]
 
     @classmethod
-    def read(cls, given: Path | None, source: Path | None) -> Like:
+    def read(cls, given: Path | None, source: Path | None) -> TemplateGguf:
         """Read the header of the file that is given, or of the one that the model was read from.
 
         Raises:
@@ -155,7 +155,7 @@ class Like:
         return [] if self.architecture == "deci" else found
 
 
-def refuse_foreign(model: Any, like: Like) -> None:
+def refuse_foreign(model: Any, like: TemplateGguf) -> None:
     """Refuse a GGUF file of another model than the transformers model, which may be smaller and on `meta`.
 
     Raises:
@@ -219,7 +219,7 @@ def _alive(block: Block, kinds: Collection[UnitKind]) -> dict[UnitKind, _Alive]:
     return found
 
 
-def parts_of(access: Access, like: Like) -> tuple[str, list[_Cut]]:
+def parts_of(access: Access, like: TemplateGguf) -> tuple[str, list[_Cut]]:
     """Choose what is written of each block: no dead neurons, key/value groups and blocks, as far as a file can say so.
 
     Returns:
@@ -311,7 +311,7 @@ class _Written:
 class _Places:
     """How transformers' tensors of one model lie in a file: its own readers, and what undoes them."""
 
-    def __init__(self, model: Any, like: Like, architecture: str) -> None:
+    def __init__(self, model: Any, like: TemplateGguf, architecture: str) -> None:
         from transformers import modeling_gguf_pytorch_utils as readers
 
         self.model, self.like, self.architecture = model, like, architecture
@@ -477,7 +477,7 @@ class _Places:
         return {f"{architecture}.{key}": x for key, x in found.items()}
 
 
-def write(access: Access, like: Like, kind: str, path: Path, own: Mapping[str, Any] | None = None) -> str:
+def export_gguf(access: Access, like: TemplateGguf, kind: str, path: Path, own: Mapping[str, Any] | None = None) -> str:
     """Write a model to a GGUF file, one tensor at a time, and return a line about it.
 
     `own` is metadata in place of the like file's, as `own_tokenizer` returns it.
@@ -525,7 +525,7 @@ def write(access: Access, like: Like, kind: str, path: Path, own: Mapping[str, A
 
 def _values(access: Access, layout: _Places, tensors: Sequence[_Written]) -> Iterator[np.ndarray]:
     """Yield each tensor's values as they lie in the file, float32, while its block is materialised."""
-    copied = gguf_header.tensors_of(layout.like.path)
+    copied = gguf_header.stored_arrays(layout.like.path)
     for fqn, group in itertools.groupby(tensors, lambda x: OUTSIDE if x.part is None else x.part.fqn):
         with access.materialise(fqn):
             for x in group:
@@ -545,7 +545,7 @@ def _values(access: Access, layout: _Places, tensors: Sequence[_Written]) -> Ite
                 yield np.ascontiguousarray(values)
 
 
-def own_tokenizer(like: Like, tokenizer: Any, folder: Path | None = None) -> dict[str, Any]:
+def own_tokenizer(like: TemplateGguf, tokenizer: Any, folder: Path | None = None) -> dict[str, Any]:
     """Return the metadata in which a model's tokenizer differs from the like file's, by key; None for what it lacks.
 
     An added token is matched as a whole, so it can take the place of another one or of padding.
@@ -601,7 +601,9 @@ _NORMAL, _CONTROL, _USER, _UNUSED, _BYTE = 1, 3, 4, 5, 6
 """Types of tokens in a file."""
 
 
-def _own_tokens(like: Like, tokenizer: Any, theirs: Sequence[str], types: Sequence[int]) -> Iterator[tuple[str, int]]:
+def _own_tokens(
+    like: TemplateGguf, tokenizer: Any, theirs: Sequence[str], types: Sequence[int]
+) -> Iterator[tuple[str, int]]:
     """Yield each token of a model as llama.cpp's converter writes it, and its type."""
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
@@ -619,7 +621,7 @@ def _own_tokens(like: Like, tokenizer: Any, theirs: Sequence[str], types: Sequen
             raise _other_tokenizer(like, f"token {i}", there, here)
 
 
-def _other_tokenizer(like: Like, what: str, there: str | None, here: str | None) -> ArtifactError:
+def _other_tokenizer(like: TemplateGguf, what: str, there: str | None, here: str | None) -> ArtifactError:
     return ArtifactError(
         f"{like.path} has another tokenizer: {what} is {there!r:.60} there, and {here!r:.60} in the model to export; "
         "give a GGUF file of this model, made by llama.cpp's convert_hf_to_gguf.py"
@@ -636,9 +638,9 @@ def _described(architecture: str, parts: Sequence[_Cut]) -> str:
     return ", ".join(told)
 
 
-def _planned(planned: PlannedModel, options: GgufOptions) -> tuple[Like, list[_Written]]:
+def _planned(planned: PlannedModel, options: GgufOptions) -> tuple[TemplateGguf, list[_Written]]:
     """Return what the file of a model is like, and its tensors."""
-    like = Like.read(options.like, planned.gguf)
+    like = TemplateGguf.read(options.like, planned.gguf)
     refuse_foreign(planned.model, like)
     own_tokenizer(like, planned.tokenizer)
     cuts = [_Cut(fqn) for fqn in find_blocks(planned.model)]
@@ -651,10 +653,10 @@ def file_bytes(planned: PlannedModel, options: GgufOptions) -> dict[str, int]:
     That is some 4096 bytes too much, for numbers of blocks that become lists.
 
     Raises:
-        ArtifactError: as `Like.read`, or a file of another model.
+        ArtifactError: as `TemplateGguf.read`, or a file of another model.
     """
     like, tensors = _planned(planned, options)
-    weights = sum(int(x.nbytes) for x in gguf_header.tensors_of(like.path).values())
+    weights = sum(int(x.nbytes) for x in gguf_header.stored_arrays(like.path).values())
     found = {"": 4096 + like.path.stat().st_size - weights}
     for x in tensors:
         found[x.source] = found.get(x.source, 0) + stored_bytes(x.shape, x.stored)
@@ -680,9 +682,9 @@ class GgufExporter:
 
     def export(self, model: FinishedModel, folder: Path) -> str:
         """Write the file."""
-        like = Like.read(self.options.like, model.gguf)
+        like = TemplateGguf.read(self.options.like, model.gguf)
         own = own_tokenizer(like, model.tokenizer, model.folder)
-        return write(model.access, like, self.options.type, folder / self.loads, own=own)
+        return export_gguf(model.access, like, self.options.type, folder / self.loads, own=own)
 
 
 @hookimpl

@@ -86,7 +86,7 @@ def values_of(path: Path) -> Mapping[str, Any]:
     return _values(*_version(path))
 
 
-def tensors_of(path: Path) -> Mapping[str, Any]:
+def stored_arrays(path: Path) -> Mapping[str, Any]:
     """Return the stored arrays of a file's tensors, not dequantized, by name."""
     return {x.name: x.data for x in _reader(path).tensors}
 

@@ -327,7 +327,7 @@ def _positions_scaled(config: Any, header: FileHeader) -> Any:
         changed.rope_parameters = {**every, layer: new} if layer else new
         return changed, ROPE_INIT_FUNCTIONS[rope_type](changed, torch.device("cpu"), layer_type=layer)[0]
 
-    factors = torch.tensor(gguf_header.tensors_of(header.path).get("rope_freqs.weight", factor))
+    factors = torch.tensor(gguf_header.stored_arrays(header.path).get("rope_freqs.weight", factor))
     if not odd and bool((factors != 1).any()):
         of_llama = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
         made = scaled("linear", factor) if factor != 1 else scaled("llama3", float(factors.max()), **of_llama)

@@ -267,7 +267,7 @@ def checkpoint_tensors(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, T
     return {name: tensor.contiguous() for name, tensor in stored.items()}
 
 
-def write(path: Path, tensors: Mapping[str, Tensor]) -> None:
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write tensors to a safetensors file, atomically.
 
     Raises:
@@ -283,16 +283,16 @@ def write(path: Path, tensors: Mapping[str, Tensor]) -> None:
             raise ArtifactError(f"cannot write {path}: {error}; is the disk full?") from error
 
 
-def read(path: Path) -> dict[str, Tensor]:
+def read_tensors(path: Path) -> dict[str, Tensor]:
     """Read all tensors of a safetensors file.
 
     Raises:
         ArtifactError: the file is missing or damaged.
     """
-    return dict(each(path))
+    return dict(each_tensor(path))
 
 
-def each(path: Path) -> Iterator[tuple[str, Tensor]]:
+def each_tensor(path: Path) -> Iterator[tuple[str, Tensor]]:
     """Yield the names and tensors of a safetensors file one at a time, sorted by name.
 
     Raises:

@@ -18,9 +18,9 @@ from compressx.data.windows import Generated, fingerprint, read_calibration
 from compressx.evaluation.evaluators import read_evaluators
 from compressx.models.access import Access, config_fingerprint, weights_fingerprint
 from compressx.models.architecture import survey, text_config
-from compressx.models.arithmetic import choose
+from compressx.models.arithmetic import run_arithmetic
 from compressx.models.blockwise import check_calls
-from compressx.models.generate import check_ids, first_token, generate
+from compressx.models.generate import check_ids, first_token, sample_sequences
 from compressx.models.streaming import StreamedModel, open_model
 from compressx.planning.plan import Plan
 from compressx.recipe.document import Step
@@ -150,7 +150,7 @@ def _generated(state: RunState, settings: Generate, length: int) -> Tensor:
     access = state.open()
 
     def compute() -> list[list[int]]:
-        ids = generate(
+        ids = sample_sequences(
             access.model, first, settings, length,
             lambda i, n: state.report_progress("calibrate", i, n, "sequences generated"),
         )  # fmt: skip
@@ -183,7 +183,7 @@ def choose_arithmetic(state: RunState) -> None:
     training = recipe.reconstruct_block is not None or recipe.finetune is not None
     chosen = None if state.folder is None else recorded_arithmetic(state.folder)
     if recipe.compute_dtype != "auto" or chosen is None:
-        chosen = choose(recipe.compute_dtype, state.access.model.dtype, state.device, training=training)
+        chosen = run_arithmetic(recipe.compute_dtype, state.access.model.dtype, state.device, training=training)
     # The processes' rates differ.
     state.arithmetic = chosen = Arithmetic(**state.ranks.broadcast(dataclasses.asdict(chosen)))
     state.note(f"compute_dtype: {chosen}")

@@ -18,7 +18,7 @@ from compressx.blocks.base import open_base_of
 from compressx.blocks.fisher import CHANNEL_WINDOWS, ROW_WINDOWS, FisherDiagonal, fisher_diagonal
 from compressx.blocks.prune import prune_model, resumable
 from compressx.models.architecture import survey
-from compressx.models.blockwise import Streams, advance, capture, each_block
+from compressx.models.blockwise import HiddenStates, advance, capture, each_block
 from compressx.models.shards import OUTSIDE
 from compressx.pipeline.inputs import choose_arithmetic, opened, read_calibration_text
 from compressx.pipeline.stages import memory_advised
@@ -196,7 +196,7 @@ def _prune_once(state: RunState, fqn: str) -> float:
             for block, runs in each_block(access, found, calls, before[:_BEFORE]):
                 advance(block.fqn, runs, states)
         dense = [keep(x.clone()) for x in states] if planned.streams > 1 else ()
-        finished = before[-1], Streams(states, dense)
+        finished = before[-1], HiddenStates(states, dense)
     del states, calls
     pruned = next(prune_model(access, planned, batches, finished, keep, ALONE, state.sensitivities))
     return pruned.report.seconds

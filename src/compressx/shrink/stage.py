@@ -203,7 +203,7 @@ def _save_streamed(access: StreamedModel, made: Smaller, small: Any, tokenizer: 
                 left = shards.checkpoint_tensors(
                     small, made.cuts.all(shards.own_tensors(access.model, access.blocks, fqn))
                 )
-                shards.write(block_file(Path(beside), fqn), left)
+                shards.write_tensors(block_file(Path(beside), fqn), left)
             parts.append(shards.of_file(block_file(Path(beside), fqn), fqn))
         with access.materialise(OUTSIDE):
             save_model(

@@ -28,8 +28,8 @@ from compressx.api.record import AllocationReport, Arithmetic, BlockReport
 from compressx.masks.file import MaskEntry, PackedMasks, join_masks, read_masks, write_masks
 from compressx.masks.maskset import MaskSet
 from compressx.models.access import Access
-from compressx.models.blockwise import Keep, Streams, in_memory
-from compressx.models.shards import each, read, write
+from compressx.models.blockwise import HiddenStates, Keep, in_memory
+from compressx.models.shards import each_tensor, read_tensors, write_tensors
 from compressx.report.figures import Matrices
 from compressx.report.plots import Pooled
 from compressx.report.section import count_of
@@ -93,11 +93,11 @@ class Store(Protocol):
 
     def add(
         self, access: Access, report: BlockReport, matrices: Sequence[Matrices], masks: Mapping[str, MaskEntry],
-        streams: Streams,
+        streams: HiddenStates,
     ) -> None:  # fmt: skip
         """Keep a pruned block: its report, what is drawn of it, its masks, and the next block's hidden states."""
 
-    def restore(self, access: Access, keep: Keep) -> tuple[list[BlockReport], list[Matrices], Streams]:
+    def restore(self, access: Access, keep: Keep) -> tuple[list[BlockReport], list[Matrices], HiddenStates]:
         """Return to the state after the last finished block."""
 
     def masks_of(self, fqn: str) -> Mapping[str, MaskEntry]:
@@ -144,15 +144,15 @@ class InMemoryStore:
 
     def add(
         self, access: Access, report: BlockReport, matrices: Sequence[Matrices], masks: Mapping[str, MaskEntry],  # noqa: ARG002 - the weights are in the model
-        streams: Streams,  # noqa: ARG002 - nothing is resumed
+        streams: HiddenStates,  # noqa: ARG002 - nothing is resumed
     ) -> None:  # fmt: skip
         """Keep the masks of a block."""
         self.finished.append(report.fqn)
         self._masks.append(PackedMasks.of(masks))
 
-    def restore(self, access: Access, keep: Keep) -> tuple[list[BlockReport], list[Matrices], Streams]:  # noqa: ARG002 - nothing is resumed
+    def restore(self, access: Access, keep: Keep) -> tuple[list[BlockReport], list[Matrices], HiddenStates]:  # noqa: ARG002 - nothing is resumed
         """Return nothing: every run is a new one."""
-        return [], [], Streams(())
+        return [], [], HiddenStates(())
 
     def masks_of(self, fqn: str) -> Mapping[str, MaskEntry]:
         """Return the masks of a finished block."""
@@ -237,7 +237,7 @@ class Journal:
 
     def add(
         self, access: Access, report: BlockReport, matrices: Sequence[Matrices], masks: Mapping[str, MaskEntry],
-        streams: Streams,
+        streams: HiddenStates,
     ) -> None:  # fmt: skip
         """Record a block while its weights are loaded; it counts as finished once hidden states are written, too.
 
@@ -260,7 +260,7 @@ class Journal:
         if self.ranks.first:
             write_masks(self._file(fqn, "masks.safetensors"), masks)
             images = {f"{i}.{j}": p for i, m in enumerate(matrices) for j, p in enumerate(_pooled(m))}
-            write(self._file(fqn, "matrices.safetensors"), {name: p.values for name, p in images.items()})
+            write_tensors(self._file(fqn, "matrices.safetensors"), {name: p.values for name, p in images.items()})
             atomic_write(self._file(fqn, "json"), json_text(_block_to_dict(report, matrices)).encode())
         self.finished.append(fqn)
         named = {"dense": streams.dense, "pruned": streams.pruned}
@@ -268,7 +268,7 @@ class Journal:
         started = time.perf_counter()
         complete = self.ranks.broadcast(not states or self._cost <= SHARE * (started - self._since))
         if complete:
-            write(self._states(len(self.finished)), states)
+            write_tensors(self._states(len(self.finished)), states)
             self._since = time.perf_counter()
             self._cost = self._since - started if states else self._cost
             self.ranks.barrier()  # the record speaks of the states of all processes
@@ -287,7 +287,7 @@ class Journal:
             earlier.unlink(missing_ok=True)
         self._untidy = False
 
-    def restore(self, access: Access, keep: Keep = in_memory) -> tuple[list[BlockReport], list[Matrices], Streams]:
+    def restore(self, access: Access, keep: Keep = in_memory) -> tuple[list[BlockReport], list[Matrices], HiddenStates]:
         """Load the weights of all finished blocks into the model; return reports, matrices and the hidden states.
 
         Raises:
@@ -301,7 +301,7 @@ class Journal:
             try:
                 with os_errors_named("read", path):
                     data = json.loads(path.read_text(encoding="utf-8"))
-                tensors = read(self._file(fqn, "matrices.safetensors"))
+                tensors = read_tensors(self._file(fqn, "matrices.safetensors"))
                 read_masks(self._file(fqn, "masks.safetensors"))  # fail now on a damaged file, not at the end
                 report, images = _block_from_dict(data, tensors)
             except _DAMAGE as error:
@@ -309,11 +309,11 @@ class Journal:
             reports.append(report)
             matrices += images
         states: dict[str, list[Tensor]] = {"dense": [], "pruned": []}
-        for name, state in each(path := self._states(len(self.finished))):
+        for name, state in each_tensor(path := self._states(len(self.finished))):
             if (stream := name.partition(".")[0]) not in states:
                 raise _damaged(path, f"it holds {name!r}")
             states[stream].append(keep(state.to(access.device)))
-        return reports, matrices, Streams(**states)
+        return reports, matrices, HiddenStates(**states)
 
     def masks_of(self, fqn: str) -> Mapping[str, MaskEntry]:
         """Return the masks of a finished block.

@@ -27,7 +27,7 @@ from compressx.api.record import FinetuneReport, HeldOutLoss
 from compressx.data.windows import Generated, read_calibration
 from compressx.masks.maskset import MaskSet
 from compressx.models.arithmetic import products_in
-from compressx.models.shards import read, write
+from compressx.models.shards import read_tensors, write_tensors
 from compressx.recipe.schema import Recipe
 from compressx.recipe.sections import Finetune
 from compressx.runtime.errors import ArtifactError, CalibrationError, UnsupportedModelError, memory_named
@@ -179,7 +179,7 @@ class _Steps:
             if is_check_due(before, done):
                 self._check()
             if checkpoint is not None and (len(self.losses) % CHECKPOINT_EVERY == 0 or done == 1.0):
-                write(checkpoint, self._state())
+                write_tensors(checkpoint, self._state())
             if progress is not None:
                 steps = len(self.losses)
                 progress(steps, total_steps(self.settings, steps, done), self.losses[-1])
@@ -259,7 +259,7 @@ class _Steps:
         return state | {f"best.{name}": value.contiguous() for name, value in self.best.items()}
 
     def _load(self, checkpoint: Path) -> None:
-        state = read(checkpoint)
+        state = read_tensors(checkpoint)
         with memory_named(str(checkpoint)):
             self._restore(checkpoint, state)
 

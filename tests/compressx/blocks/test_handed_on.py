@@ -13,7 +13,7 @@ from compressx.blocks.fisher import drawn_labels, gradients
 from compressx.blocks.prune import PrunedBlock, prune_model
 from compressx.models.access import InMemory
 from compressx.models.architecture import survey
-from compressx.models.blockwise import Streams, advance, capture, each_block, passes, run_around
+from compressx.models.blockwise import HiddenStates, advance, capture, each_block, passes, run_around
 from compressx.planning.plan import Plan, PlannedLinear, PlannedRule
 from compressx.pruners import magnitude
 from compressx.recipe.sections import ReconstructBlock
@@ -133,7 +133,7 @@ def test_gradients_go_back_through_what_is_handed_on():
 
 def test_an_interrupted_run_is_not_resumed_without_what_was_handed_on():
     model = gemma4()
-    finished = ("model.layers.1", Streams([torch.zeros(1, 16, 64) for _ in BATCHES]))
+    finished = ("model.layers.1", HiddenStates([torch.zeros(1, 16, 64) for _ in BATCHES]))
     with pytest.raises(UnsupportedModelError, match=r"Gemma4ForCausalLM: .*cannot be resumed; start it anew"):
         next(prune_model(InMemory(model), plan(model), BATCHES, finished))
 

@@ -13,7 +13,7 @@ from compressx.blocks.fisher import gradients
 from compressx.blocks.observe import inputs_watched
 from compressx.models.access import InMemory
 from compressx.models.architecture import survey
-from compressx.models.arithmetic import choose, products_in
+from compressx.models.arithmetic import products_in, run_arithmetic
 from compressx.models.blockwise import capture, each_block
 from compressx.runtime import machine as module
 from compressx.runtime.machine import Rates
@@ -71,16 +71,16 @@ def test_another_dtype_is_taken_where_the_device_multiplies_it_half_again_as_fas
     measured, products, weights, training, expected
 ):
     measured(products)
-    chosen = choose("auto", weights, CPU, training=training)
+    chosen = run_arithmetic("auto", weights, CPU, training=training)
     assert chosen.dtype == expected
     assert chosen.rates.keys() == products.keys()
 
 
 def test_nothing_is_measured_where_there_is_no_choice(monkeypatch):
     monkeypatch.setattr(module, "_measured", None)
-    assert choose("auto", torch.float64, CPU, training=True).dtype == "float64"
-    assert choose("auto", F32, CPU, training=False).dtype == "float32", "masks are the same on every machine"
-    chosen = choose("float32", BF16, CPU, training=True)
+    assert run_arithmetic("auto", torch.float64, CPU, training=True).dtype == "float64"
+    assert run_arithmetic("auto", F32, CPU, training=False).dtype == "float32", "masks are the same on every machine"
+    chosen = run_arithmetic("float32", BF16, CPU, training=True)
     assert (chosen.dtype, chosen.reason, chosen.rates) == ("float32", "as the recipe says", {})
 
 

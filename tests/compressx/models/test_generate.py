@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from compressx.models.generate import first_token, generate
+from compressx.models.generate import first_token, sample_sequences
 from compressx.recipe.sources import Generate
 from compressx.runtime.errors import CalibrationError
 from compressx.testing import tiny_model
@@ -18,7 +18,7 @@ def settings(**values: Any) -> Generate:
 def test_sequences_are_sampled_from_the_models_own_probabilities() -> None:
     """The second of two tokens, drawn 4000 times, has the distribution that one forward pass gives it."""
     model = tiny_model("llama")
-    drawn = generate(model, 1, settings(samples=4000, batch_size=4000), 2)
+    drawn = sample_sequences(model, 1, settings(samples=4000, batch_size=4000), 2)
     with torch.no_grad():
         expected = (model(torch.tensor([[1]])).logits[0, -1]).softmax(-1)
     found = torch.bincount(drawn[:, 1], minlength=128) / 4000
@@ -31,7 +31,7 @@ def test_all_sequences_have_the_length_that_is_asked_for_and_begin_as_asked(arch
     own = model.generation_config
     own.eos_token_id = [*range(128)]  # each would end a text
     own.top_k = 1
-    ids = generate(model, 1, settings(), 20)
+    ids = sample_sequences(model, 1, settings(), 20)
     assert ids.shape == (6, 20)
     assert ids.dtype == torch.int64
     assert (ids[:, 0] == 1).all()
@@ -42,7 +42,7 @@ def test_all_sequences_have_the_length_that_is_asked_for_and_begin_as_asked(arch
 def test_the_seed_decides_and_the_global_random_state_is_left() -> None:
     model = tiny_model("llama")
     before = torch.get_rng_state()
-    first, again, other = (generate(model, 1, settings(seed=seed), 12) for seed in (3, 3, 4))
+    first, again, other = (sample_sequences(model, 1, settings(seed=seed), 12) for seed in (3, 3, 4))
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
     assert torch.equal(torch.get_rng_state(), before)
@@ -65,4 +65,4 @@ def test_probabilities_that_are_not_finite_are_refused() -> None:
     model = tiny_model("llama")
     model.lm_head.weight.data.fill_(float("nan"))
     with pytest.raises(CalibrationError, match="not finite; check the model's weights"):
-        generate(model, 1, settings(), 4)
+        sample_sequences(model, 1, settings(), 4)

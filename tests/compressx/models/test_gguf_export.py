@@ -32,9 +32,9 @@ from compressx.models.gguf_export import (
     KINDS,
     OWN_WIDTHS,
     GgufOptions,
-    Like,
+    TemplateGguf,
+    export_gguf,
     stored_type,
-    write,
 )
 from compressx.models.loading import load_model
 from compressx.models.streaming import open_streamed
@@ -66,7 +66,7 @@ def like_of(folder: Path, model: Any, architecture: str, **keys: Any) -> Path:
 
 def exported(folder: Path, model: Any, architecture: str, kind: str = "F16") -> tuple[Path, str]:
     path = folder / "written.gguf"
-    return path, write(InMemory(model), Like.read(like_of(folder, model, architecture), None), kind, path)
+    return path, export_gguf(InMemory(model), TemplateGguf.read(like_of(folder, model, architecture), None), kind, path)
 
 
 def read(path: Path) -> Any:
@@ -194,9 +194,9 @@ def test_a_streamed_model_gives_the_same_file(tied: bool, tmp_path: Path):
     model.tie_weights()
     zero(model, 0, range(64), (1,))
     model.save_pretrained(tmp_path / "model")
-    like = Like.read(like_of(tmp_path, model, "llama"), None)
-    write(InMemory(model), like, "Q8_0", tmp_path / "memory.gguf")
-    write(open_streamed(Checkpoint(str(tmp_path / "model"))), like, "Q8_0", tmp_path / "streamed.gguf")
+    like = TemplateGguf.read(like_of(tmp_path, model, "llama"), None)
+    export_gguf(InMemory(model), like, "Q8_0", tmp_path / "memory.gguf")
+    export_gguf(open_streamed(Checkpoint(str(tmp_path / "model"))), like, "Q8_0", tmp_path / "streamed.gguf")
     assert (tmp_path / "memory.gguf").read_bytes() == (tmp_path / "streamed.gguf").read_bytes()
     assert ("output.weight" in gguf_header.shapes_of(tmp_path / "memory.gguf")) != tied
 
@@ -206,7 +206,7 @@ def test_metadata_and_tokenizer_are_the_like_files(tmp_path: Path):
     keys = {"general.alignment": 64, "general.file_type": 0, "general.license": 7}
     zero(model, 1, range(96), (0, 1))
     like = like_of(tmp_path, model, "llama", **keys)
-    write(InMemory(model), Like.read(like, None), "Q4_0", tmp_path / "x.gguf")
+    export_gguf(InMemory(model), TemplateGguf.read(like, None), "Q4_0", tmp_path / "x.gguf")
     found, given = (gguf.GGUFReader(path).fields for path in (tmp_path / "x.gguf", like))
     changed = {"general.alignment", "general.file_type", "general.quantization_version", "llama.block_count"}
     assert {*found} ^ {*given} == {"general.alignment", "general.quantization_version"}
@@ -236,27 +236,27 @@ def test_the_like_file_of_another_model_is_refused_in_one_line(changed: dict[str
         changed = {"rope_parameters": {"rope_type": "default", **changed}}
     other = LlamaForCausalLM(LlamaConfig(**{**values, **changed}))
     with pytest.raises(CompressxError, match=expected) as told:
-        write(InMemory(other), Like.read(like, None), "F16", tmp_path / "x.gguf")
+        export_gguf(InMemory(other), TemplateGguf.read(like, None), "F16", tmp_path / "x.gguf")
     assert "\n" not in str(told.value)
     assert not (tmp_path / "x.gguf").exists()
 
 
 @pytest.mark.parametrize("groups", [1, 4])
 def test_another_number_of_key_value_groups_is_refused_where_the_file_cannot_say_it(groups: int, tmp_path: Path):
-    like = Like.read(like_of(tmp_path, tiny_of("phi3"), "phi3"), None)
+    like = TemplateGguf.read(like_of(tmp_path, tiny_of("phi3"), "phi3"), None)
     with pytest.raises(UnsupportedModelError, match=f"num_key_value_heads is {groups} in the model and 2 in .*phi3"):
-        write(InMemory(tiny_of("phi3", num_key_value_heads=groups)), like, "F16", tmp_path / "x.gguf")
+        export_gguf(InMemory(tiny_of("phi3", num_key_value_heads=groups)), like, "F16", tmp_path / "x.gguf")
 
 
 def test_the_like_file_of_another_architecture_is_refused(tmp_path: Path):
     like = like_of(tmp_path, tiny_of("qwen2"), "qwen2")
     with pytest.raises(ArtifactError, match="its model_type is 'qwen2', and 'llama'"):
-        write(InMemory(tiny_of("llama")), Like.read(like, None), "F16", tmp_path / "x.gguf")
+        export_gguf(InMemory(tiny_of("llama")), TemplateGguf.read(like, None), "F16", tmp_path / "x.gguf")
 
 
 def test_without_a_like_file_the_message_names_the_converter():
     with pytest.raises(ArtifactError, match=r"like: FILE under options, or after --like, .*convert_hf_to_gguf.py"):
-        Like.read(None, None)
+        TemplateGguf.read(None, None)
 
 
 @settings(max_examples=60)
@@ -270,7 +270,7 @@ def test_a_damaged_like_file_is_refused_or_used_and_nothing_else(place: float, v
         data = data[:at] if cut else data[:at] + bytes([value]) + data[at + 1 :]
         like.write_bytes(data)
         with contextlib.suppress(CompressxError):
-            write(InMemory(model), Like.read(like, None), "Q8_0", folder / "x.gguf")
+            export_gguf(InMemory(model), TemplateGguf.read(like, None), "Q8_0", folder / "x.gguf")
             assert read(folder / "x.gguf")
 
 
@@ -307,10 +307,12 @@ def test_types_that_the_package_cannot_quantize_name_llama_quantize():
 
 
 def test_the_real_model_dense_shrunk_and_cut_computes_the_same_in_llama_cpp(smollm2: Any, tmp_path: Path):
-    like = Like.read(None, find_checkpoint(ModelSource(**SMOLLM2)).file)
+    like = TemplateGguf.read(None, find_checkpoint(ModelSource(**SMOLLM2)).file)
     prompt = smollm2.tokenizer("The history of the city of Paris begins with")["input_ids"]
     model = copy.deepcopy(smollm2.model)
-    assert write(InMemory(model), like, "F16", tmp_path / "dense.gguf").startswith("llama, 30 blocks, 1536 neurons")
+    assert export_gguf(InMemory(model), like, "F16", tmp_path / "dense.gguf").startswith(
+        "llama, 30 blocks, 1536 neurons"
+    )
     assert agrees(model, tmp_path / "dense.gguf", prompt)
     with torch.no_grad():
         for layer in model.model.layers:  # no more than leaves a model that float16 does not throw off
@@ -319,16 +321,16 @@ def test_the_real_model_dense_shrunk_and_cut_computes_the_same_in_llama_cpp(smol
             layer.mlp.down_proj.weight[:, 1440:] = 0
         model.model.layers[20].self_attn.o_proj.weight.zero_()
         model.model.layers[20].mlp.down_proj.weight.zero_()
-    told = write(InMemory(model), like, "F16", tmp_path / "shrunk.gguf")
+    told = export_gguf(InMemory(model), like, "F16", tmp_path / "shrunk.gguf")
     assert told == "llama, 29 blocks, 1440 neurons, 3 key/value groups"
-    queries = np.array(gguf_header.tensors_of(tmp_path / "shrunk.gguf")["blk.7.attn_q.weight"])
+    queries = np.array(gguf_header.stored_arrays(tmp_path / "shrunk.gguf")["blk.7.attn_q.weight"])
     assert np.mean(queries == 0) > 0.49
     assert agrees(model, tmp_path / "shrunk.gguf", prompt)
     with torch.no_grad():
         for i, layer in enumerate(model.model.layers):
             layer.mlp.down_proj.weight[:, 1126 + 8 * i :] = 0
         model.model.layers[14].self_attn.o_proj.weight.zero_()
-    told = write(InMemory(model), like, "F16", tmp_path / "cut.gguf")
+    told = export_gguf(InMemory(model), like, "F16", tmp_path / "cut.gguf")
     assert told == "deci, 29 blocks, 1152 to 1376 neurons, 0 to 3 key/value groups"
     assert agrees(model, tmp_path / "cut.gguf", prompt)
 
@@ -356,8 +358,8 @@ def test_a_file_of_own_widths_is_read_as_the_model_that_it_is(architecture: str,
     with torch.no_grad():
         assert torch.allclose(back(ids).logits, model(ids).logits, atol=1e-4)
     again = tmp_path / "again.gguf"
-    write(InMemory(back), Like.read(None, path), "F16", again)
+    export_gguf(InMemory(back), TemplateGguf.read(None, path), "F16", again)
     assert gguf_header.shapes_of(again) == gguf_header.shapes_of(path)
     assert all(
-        np.array_equal(x, gguf_header.tensors_of(path)[name]) for name, x in gguf_header.tensors_of(again).items()
+        np.array_equal(x, gguf_header.stored_arrays(path)[name]) for name, x in gguf_header.stored_arrays(again).items()
     )

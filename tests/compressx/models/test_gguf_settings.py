@@ -19,7 +19,7 @@ from transformers import AutoConfig
 from compressx.models import gguf_header
 from compressx.models.access import InMemory
 from compressx.models.checkpoint import Checkpoint
-from compressx.models.gguf_export import Like, write
+from compressx.models.gguf_export import TemplateGguf, export_gguf
 from compressx.models.gguf_settings import SETTINGS, Derived, computed
 from compressx.models.loading import load_model
 from compressx.runtime.errors import CompressxError, UnsupportedModelError
@@ -171,7 +171,7 @@ def outcome(folder: Path, architecture: str, more: Mapping[str, Any], seed: int 
     except CompressxError:
         found.append("read: refused")
     try:
-        write(InMemory(model), Like.read(like, None), "F16", written)
+        export_gguf(InMemory(model), TemplateGguf.read(like, None), "F16", written)
     except CompressxError:
         return ", ".join([*found, "written: refused"])
     if not computes(written, model):
@@ -257,14 +257,14 @@ def test_a_mistral_is_written_as_llama_with_its_window_as_context(tmp_path: Path
     model = MistralForCausalLM(MistralConfig(**{**plain.config.to_dict(), "sliding_window": 64})).eval()
     model.load_state_dict(plain.state_dict())
     like = write_like(tmp_path / "x.gguf", plain, "llama")
-    write(InMemory(model), Like.read(like, None), "F16", tmp_path / "written.gguf")
+    export_gguf(InMemory(model), TemplateGguf.read(like, None), "F16", tmp_path / "written.gguf")
     assert gguf_header.values_of(tmp_path / "written.gguf")["llama.context_length"] == 64
     assert computes(tmp_path / "written.gguf", model)
 
 
 def test_a_window_that_llama_cpp_lacks_limits_the_context_and_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     model, like = converted(tmp_path, "starcoder2", {"sliding_window": 64}, 0)
-    write(InMemory(model), Like.read(like, None), "F16", tmp_path / "x.gguf")
+    export_gguf(InMemory(model), TemplateGguf.read(like, None), "F16", tmp_path / "x.gguf")
     assert gguf_header.values_of(tmp_path / "x.gguf")["starcoder2.context_length"] == 64
     assert "context_length is 64, the model's window: llama.cpp has none for starcoder2" in caplog.text
 
@@ -274,7 +274,7 @@ def test_a_refusal_names_the_setting_and_both_values(tmp_path: Path):
     with pytest.raises(
         UnsupportedModelError, match="computes llama with hidden_act silu, and the model to export has r"
     ):
-        write(InMemory(model), Like.read(like, None), "F16", tmp_path / "x.gguf")
+        export_gguf(InMemory(model), TemplateGguf.read(like, None), "F16", tmp_path / "x.gguf")
     assert not (tmp_path / "x.gguf").exists()
 
 

@@ -30,7 +30,7 @@ from compressx.masks.file import MaskEntry, read_masks, write_masks
 from compressx.models.checkpoint import find_local
 from compressx.models.packed import PackedFile, pack_file
 from compressx.models.packed_folder import base_in, pack_folder, unpack_folder, unpacked
-from compressx.models.shards import check_files, files_of, read
+from compressx.models.shards import check_files, files_of, read_tensors
 from compressx.runtime import files
 from compressx.runtime.errors import CompressxError
 
@@ -140,7 +140,7 @@ def test_a_changed_header_or_index_of_a_checkpoint(name: str, how: str, checkpoi
         listed = attempt(f"checkpoint, {how} of {name}", found)
         for file in {*(listed or {}).values()}:
             assert Path(file).name == file
-            attempt(f"checkpoint, {how} of {name}, read", lambda file=file: read(checkpoint / file))
+            attempt(f"checkpoint, {how} of {name}, read", lambda file=file: read_tensors(checkpoint / file))
     assert names_in(checkpoint.parent) == before
 
 

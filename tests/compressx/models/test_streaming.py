@@ -31,7 +31,7 @@ from compressx.models.architecture import find_blocks, survey
 from compressx.models.blockwise import InFiles, each_block
 from compressx.models.checkpoint import Checkpoint, find_checkpoint
 from compressx.models.loading import load_model
-from compressx.models.shards import OUTSIDE, checkpoint_tensors, each, find_shards
+from compressx.models.shards import OUTSIDE, checkpoint_tensors, each_tensor, find_shards
 from compressx.models.streaming import StreamedModel, open_streamed
 from compressx.recipe.sources import ModelSource
 from compressx.runtime.errors import ArtifactError, CompressxError, UnsupportedModelError
@@ -359,7 +359,7 @@ def visited(model: StreamedModel, names: list[str] | None = None) -> list[str]:
 def test_the_ranges_of_a_block_are_the_bytes_of_its_tensors_and_no_others(streamed: StreamedModel):
     for fqn in streamed.blocks:
         shards = streamed.source[fqn]
-        tensors = {n: t for file in set(shards.files.values()) for n, t in each(shards.folder / file)}
+        tensors = {n: t for file in set(shards.files.values()) for n, t in each_tensor(shards.folder / file)}
         expected = sorted(tensors[n].numpy().tobytes() for n in shards.members[fqn])
         read = [path.read_bytes()[start:end] for path, start, end in streaming.ranges(shards, fqn)]
         assert sorted(read) == expected
@@ -423,8 +423,8 @@ class Gate:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.begun: list[str] = []
         self.reached, self.opened = Event(), Event()
-        self.write = shards.write
-        patch.setattr(shards, "write", self.wait)
+        self.write = shards.write_tensors
+        patch.setattr(shards, "write_tensors", self.wait)
 
     def wait(self, path: Path, tensors: Any) -> None:
         self.begun.append(path.name)

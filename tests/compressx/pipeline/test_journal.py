@@ -18,8 +18,8 @@ from tests.compressx.processes import in_two, joined
 
 from compressx.api.record import BlockReport
 from compressx.models import access, shards
-from compressx.models.blockwise import Streams
-from compressx.models.shards import read
+from compressx.models.blockwise import HiddenStates
+from compressx.models.shards import read_tensors
 from compressx.pipeline.run import run
 from compressx.runtime.errors import ArtifactError
 from compressx.runtime.ranks import ALONE, Ranks
@@ -68,11 +68,11 @@ def recorded(
                 clock.now += states
                 seen.append(int(path.name.removeprefix("states-").partition(".")[0]))
 
-        patch.setattr(journal, "write", written)
+        patch.setattr(journal, "write_tensors", written)
         kept, access = Journal(folder, {}, ranks), Weights(clock, block)
         with kept.recording(access):  # type: ignore[arg-type]
             for i in range(blocks):
-                streams = Streams([torch.zeros(1, 2, 3)] if i + 1 < blocks else ())
+                streams = HiddenStates([torch.zeros(1, 2, 3)] if i + 1 < blocks else ())
                 if not ranks.first:
                     clock.now += block  # only the first process writes weights
                 kept.add(access, BlockReport(i, f"block.{i}", (), 0.0), (), {}, streams)  # type: ignore[arg-type]
@@ -132,7 +132,7 @@ def test_blocks_after_the_last_states_or_that_cannot_be_written_are_pruned_again
 
 def fill_the_disk(asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Run a recipe whose second block cannot be written."""
-    write = shards.write
+    write = shards.write_tensors
 
     def full(path: Path, tensors: Any) -> None:
         if path.name == "model.layers.1.safetensors":
@@ -141,18 +141,18 @@ def fill_the_disk(asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Non
 
     with monkeypatch.context() as patch:
         patch.setattr(journal, "SHARE", float("inf"))
-        patch.setattr(shards, "write", full)
+        patch.setattr(shards, "write_tensors", full)
         with pytest.raises(ArtifactError, match=r"cannot write .*model\.layers\.1\.safetensors: No space left"):
             run(asked)
 
 
 def test_states_are_written_in_the_dtype_of_the_model_and_not_kept_when_all_blocks_are_finished(model):
     asked = recipe(model, SENSITIVE, **REBUILT, model={"path": str(model), "dtype": "bfloat16"})
-    states = read(stopped(asked, 2) / "blocks/states-2.0.safetensors")
+    states = read_tensors(stopped(asked, 2) / "blocks/states-2.0.safetensors")
     assert {name.partition(".")[0] for name in states} == {"dense", "pruned"}
     assert {x.dtype for x in states.values()} == {torch.bfloat16}
     left = stopped(asked, 1, resume=True)
-    assert [(p.name, read(p)) for p in left.glob("blocks/states-*")] == [("states-3.0.safetensors", {})]
+    assert [(p.name, read_tensors(p)) for p in left.glob("blocks/states-*")] == [("states-3.0.safetensors", {})]
 
 
 # --- weights that are still being written
@@ -184,7 +184,7 @@ class Behind:
 
 def add(kept: Journal, access: Any, number: int) -> None:
     block = BlockReport(number, f"block.{number}", (), 0.0)
-    kept.add(access, block, (), {}, Streams([torch.zeros(1, 2, 3)]))
+    kept.add(access, block, (), {}, HiddenStates([torch.zeros(1, 2, 3)]))
 
 
 def test_a_block_is_listed_when_its_weights_are_on_disk_and_states_from_before_are_kept_until_then(tmp_path):
@@ -245,18 +245,18 @@ def test_an_interruption_ends_as_one_whatever_the_other_process_does_and_if_a_bl
 
 @pytest.mark.parametrize("streaming", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_run_that_is_interrupted_ends_when_its_last_block_is_on_disk_and_listed(model, streaming, monkeypatch):
-    write = shards.write
+    write = shards.write_tensors
 
     def slow(path: Path, tensors: Any) -> None:
         time.sleep(0.3)
         write(path, tensors)
 
-    monkeypatch.setattr(shards, "write", slow)
+    monkeypatch.setattr(shards, "write_tensors", slow)
     left = stopped(recipe(model, model={"path": str(model), "streaming": streaming}), 2)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("write ")]
     assert not [*left.rglob("*.partial")]
     assert json.loads((left / "state.json").read_text())["finished"] == ["model.layers.0", "model.layers.1"]
-    assert read(left / "blocks/model.layers.1.safetensors")
+    assert read_tensors(left / "blocks/model.layers.1.safetensors")
 
 
 # --- killed between any two changes of its files
@@ -377,11 +377,11 @@ def test_a_forged_block_is_damaged(file: str, forged: Any, tmp_path: Path) -> No
     access, kept = Loaded(Clock(), 0.0), Journal(tmp_path, {})
     report = BlockReport(0, "block.0", (), 0.0)
     with kept.recording(access):  # type: ignore[arg-type]
-        kept.add(access, report, (), {}, Streams([torch.zeros(1, 2, 3)]))  # type: ignore[arg-type]
+        kept.add(access, report, (), {}, HiddenStates([torch.zeros(1, 2, 3)]))  # type: ignore[arg-type]
     kept._record()()
     assert Journal(tmp_path, {}).restore(access)[0][0] == report  # type: ignore[arg-type]
     if file == "states":
-        shards.write(tmp_path / "blocks" / "states-1.0.safetensors", forged)
+        shards.write_tensors(tmp_path / "blocks" / "states-1.0.safetensors", forged)
     else:
         path = tmp_path / "blocks" / "block.0.json"
         path.write_text(json.dumps({**json.loads(path.read_text()), **forged} if forged else forged))

@@ -184,7 +184,7 @@ class TestGenerated:
         assert ids.shape == (8, 32)
         assert (ids[:, 0] == 1).all()
         with monkeypatch.context() as patch:
-            patch.setattr("compressx.pipeline.inputs.generate", Mock(side_effect=ZeroDivisionError))
+            patch.setattr("compressx.pipeline.inputs.sample_sequences", Mock(side_effect=ZeroDivisionError))
             run(given)
             assert artifacts("out") == before
             for forged in ([[1] * 31] * 8, [[1] * 32] * 7, [["1"] * 32] * 8, [[-1] * 32] * 8, [[10**6] * 32] * 8):
@@ -221,7 +221,7 @@ class TestGenerated:
     @pytest.mark.parametrize("asked", [True, "auto"])
     def test_streamed_weights_are_refused_with_what_to_do(self, model, monkeypatch, asked) -> None:
         monkeypatch.setattr(streaming, "free_memory", lambda *_: 1000)
-        monkeypatch.setattr("compressx.pipeline.inputs.generate", lambda *_: pytest.fail("generated"))
+        monkeypatch.setattr("compressx.pipeline.inputs.sample_sequences", lambda *_: pytest.fail("generated"))
         given = with_text(model, self.GENERATE) | {"model": {"path": str(model), "streaming": asked}}
         told = r"calibration\.dataset\.generate: generating text needs all weights in memory, and model\.streaming is "
         with pytest.raises(RecipeError, match=rf"{told}{str(asked).lower()} at .*set it to false, or remove generate$"):
