@@ -50,9 +50,6 @@ METHODS: dict[str, list[dict[str, Any]]] = {
     "ALPS 50%": [{"targets": ["*"], "pruner": "alps", "sparsity": 0.5}],
     "sensitivity 50%": [{"targets": ["*"], "pruner": "sensitivity", "sparsity": 0.5, "group": "joint"}],
     "attnprune, q and k 80%": [{"targets": QK, "pruner": "attnprune", "sparsity": 0.8}],
-    "attnprune, q and k 80%, refit": [
-        {"targets": QK, "pruner": "attnprune", "sparsity": 0.8, "options": {"refit": 20}}
-    ],
 }
 
 

@@ -33,12 +33,12 @@ from compressx.models.blockwise import advance, capture, each_block, passes
 from compressx.numerics import admm
 from compressx.numerics.least_squares import Metric
 from compressx.pruners.alps import ALPSOptions
-from compressx_attnprune import baselines, layer, solver, training
+from compressx_attnprune import baselines, layer, solver
 from compressx_attnprune.attention import Pair
+from compressx_attnprune.baselines import Budget
 from compressx_attnprune.losses import Loss, MatrixLoss, OutputLoss, relative_errors
-from compressx_attnprune.options import HELD_OUT, AttnPruneOptions
-from compressx_attnprune.solver import Budget, QueryKeyLayer
-from compressx_attnprune.training import Text
+from compressx_attnprune.options import HELD_OUT
+from compressx_attnprune.solver import QueryKeyLayer, Text
 from kept import same_settings
 from loaded import load
 
@@ -53,8 +53,6 @@ class Case:
     sparsity: float
     measured_on: Tensor  # [sequences, tokens, in_features]
     output: OutputLoss
-    refit: int  # steps
-    steps: int  # of mask
 
     @property
     def joint(self) -> Budget:
@@ -76,12 +74,12 @@ def magnitude(case: Case) -> Pair:
 
 def wanda(case: Case) -> Pair:
     """Wanda (arXiv 2306.11695), by rows as published."""
-    return baselines.wanda(case.layer.dense, case.layer.inputs, case.by_row.choose)[1]
+    return baselines.wanda(case.layer.dense, case.layer.inputs, case.by_row)[1]
 
 
 def sparsegpt(case: Case) -> Pair:
     """SparseGPT (arXiv 2301.00774), by rows: the stronger choice here."""
-    return baselines.sparsegpt(case.layer.dense, case.layer.inputs, case.by_row.choose, case.sparsity)[1]
+    return baselines.sparsegpt(case.layer.dense, case.layer.inputs, case.by_row)[1]
 
 
 def sparsegpt_layer(case: Case) -> Pair:
@@ -108,16 +106,9 @@ def gauss_newton(case: Case) -> Pair:
     return solver.closed_form(case.layer, case.joint)[1]
 
 
-def gauss_newton_refit(case: Case) -> Pair:
-    """The same, followed by `--refit` gradient steps on the kept weights."""
-    (start,) = solver.judge(case.layer, [solver.closed_form(case.layer, case.joint)])
-    layer_ = case.layer
-    return training.refit(layer_.loss, layer_.text, layer_.dense, start, steps=case.refit).weights
-
-
 def mask(case: Case) -> Pair:
     """The published method: masks learned by gradient descent, with lambda chosen on held-out calibration text."""
-    return solver.mask(case.layer, case.joint, regularization=None, steps=case.steps).weights
+    return solver.mask(case.layer, case.joint).weights
 
 
 METHODS: dict[str, Callable[[Case], Pair]] = {
@@ -127,7 +118,6 @@ METHODS: dict[str, Callable[[Case], Pair]] = {
     "sparsegpt-layer": sparsegpt_layer,
     "alps": alps,
     "gauss-newton": gauss_newton,
-    "gauss-newton+refit": gauss_newton_refit,
     "mask": mask,
 }
 
@@ -161,7 +151,7 @@ def layers(model: torch.nn.Module, calibration: Tensor, evaluation: Tensor) -> I
     access, found = InMemory(model), survey(model)
     states, calls = capture(access, found, [*torch.split(calibration, 8), *torch.split(evaluation, 8)])
     for block, runs in each_block(access, found, calls):
-        query = layer.find_projections(block).query
+        query = layer.projections_of(block).query
         inputs = SequenceSample(query.linear.in_features)
         observe(block.linears, {query.name: {"inputs": Observed(inputs)}}, passes(runs, states))
         yield block.index, block, inputs.sequences
@@ -175,12 +165,11 @@ def measure(
     model, tokenizer = load(arguments.model)
     model.to(arguments.device)
     calibration, evaluation = (w.to(arguments.device) for w in windows(arguments, tokenizer))
-    options = AttnPruneOptions()
     for index, block, x in layers(model, calibration, evaluation):
         cells = [(m, s) for s in arguments.sparsities for m in arguments.methods if (index, m, s) not in done]
         if (arguments.layers and index not in arguments.layers) or not cells:
             continue
-        projections = layer.find_projections(block)
+        projections = layer.projections_of(block)
         attention = layer.describe(block)
         values, outputs = projections.value, projections.output.weight.float()
         of_output = OutputLoss(attention, values.weight, values.bias, outputs)
@@ -191,8 +180,8 @@ def measure(
         dense = (projections.query.weight, projections.key.weight)
         for method, sparsity in cells:
             # A separate layer for each, so that the time includes all statistics of a method.
-            task = QueryKeyLayer(losses[arguments.objective], text, dense, options.damping or solver.DAMPING)
-            case = Case(task, sparsity, measured_on, of_output, arguments.refit, arguments.steps)
+            task = QueryKeyLayer(losses[arguments.objective], text, dense)
+            case = Case(task, sparsity, measured_on, of_output)
             started = time.perf_counter()
             pruned = METHODS[method](case)
             seconds = time.perf_counter() - started
@@ -265,8 +254,6 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=64, help="calibration windows")
     parser.add_argument("--windows", type=int, default=8, help="evaluation windows")
     parser.add_argument("--length", type=int, default=512, help="tokens in a window")
-    parser.add_argument("--refit", type=int, default=60, help="gradient steps of gauss-newton+refit")
-    parser.add_argument("--steps", type=int, default=80, help="gradient steps of mask")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cpu")
     arguments = parser.parse_args()

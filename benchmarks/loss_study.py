@@ -102,7 +102,7 @@ class Dense:
         return changed / tokens, size / tokens
 
     def _of_matrices(self) -> float:
-        projections = layer.find_projections(self.block)
+        projections = layer.projections_of(self.block)
         names = (projections.query.name, projections.key.name)
         x = torch.cat(list(self.inputs[names[0]]))
         dense, now = (tuple(of[n].float() for n in names) for of in (self.weights, _weights(self.block)))

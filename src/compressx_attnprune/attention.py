@@ -75,10 +75,6 @@ class Norm:
         unit, scaled = u / rms, grad * self.gain
         return self._centre((scaled - unit * self._mean(unit * scaled)) / rms)
 
-    def to(self, dtype: torch.dtype) -> Norm:
-        """Return a copy with tensors of another dtype."""
-        return replace(self, gain=self.gain.to(dtype), shift=None if self.shift is None else self.shift.to(dtype))
-
     def _mean(self, u: Tensor) -> Tensor:
         return u.mean(dim=(-3, -1) if self.whole else -1, keepdim=True)
 
@@ -140,15 +136,6 @@ class Attention:
     def groups(self) -> int:
         """Number of query heads per key head."""
         return self.query.heads // self.key.heads
-
-    def to(self, dtype: torch.dtype) -> Attention:
-        """Return a copy with tensors of another dtype."""
-        rotary = None if self.rotary is None else (self.rotary[0].to(dtype), self.rotary[1].to(dtype))
-        sinks = None if self.sinks is None else self.sinks.to(dtype)
-        gate = None if self.gate is None else (self.gate[0].to(dtype), _cast_bias(self.gate[1], dtype))
-        query, key = _cast(self.query, dtype), _cast(self.key, dtype)
-        norm = None if self.value_norm is None else self.value_norm.to(dtype)
-        return replace(self, query=query, key=key, rotary=rotary, sinks=sinks, value_norm=norm, gate=gate)
 
     def with_scores(self, share: float) -> Attention:
         """Return an attention whose scores, before a softcap, are this share of them."""
@@ -226,20 +213,9 @@ def queries_and_keys(attention: Attention, x: Tensor, query: Tensor, key: Tensor
 
 def values(attention: Attention, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Compute the values after their norm, one head for each key head; weight [h_kv * value_dim, in_features]."""
-    heads = _value_heads(attention, x, weight, bias)
-    return heads if attention.value_norm is None else attention.value_norm.forward(heads)
-
-
-def values_backward(attention: Attention, x: Tensor, weight: Tensor, bias: Tensor | None, grad: Tensor) -> Tensor:
-    """Return the gradient before the norm for that of `values`, both [batch, h_kv, tokens, value_dim]."""
-    if attention.value_norm is None:
-        return grad
-    return attention.value_norm.backward(_value_heads(attention, x, weight, bias), grad)
-
-
-def _value_heads(attention: Attention, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     flat = torch.nn.functional.linear(x, weight, bias)  # [batch, tokens, h_kv * value_dim]
-    return flat.view(*flat.shape[:2], attention.key.heads, -1).transpose(1, 2)
+    heads = flat.view(*flat.shape[:2], attention.key.heads, -1).transpose(1, 2)
+    return heads if attention.value_norm is None else attention.value_norm.forward(heads)
 
 
 def gated(attention: Attention, x: Tensor, mixed: Tensor) -> Tensor:
@@ -258,15 +234,6 @@ def quarter_turn(x: Tensor, interleaved: bool) -> Tensor:
         return torch.stack([-x[..., 1::2], x[..., 0::2]], dim=-1).flatten(-2)
     first, second = x.chunk(2, dim=-1)
     return torch.cat([-second, first], dim=-1)
-
-
-def _cast(side: Projection, dtype: torch.dtype) -> Projection:
-    norm = None if side.norm is None else side.norm.to(dtype)
-    return replace(side, bias=_cast_bias(side.bias, dtype), norm=norm)
-
-
-def _cast_bias(bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    return None if bias is None else bias.to(dtype)
 
 
 def attention_matrices(attention: Attention, q: Tensor, k: Tensor) -> Tensor:
@@ -301,17 +268,16 @@ def matrix_gradients(attention: Attention, dense: Pair, pruned: Pair) -> tuple[T
         ||P~ - P||_F^2 and ||P||_F^2 of each head, float64 [h], and the gradients of the pruned queries and keys.
     """
     errors, norms = torch.zeros(2, attention.query.heads, dtype=torch.float64, device=dense[0].device)
-    dq, dk = torch.zeros_like(pruned[0]), torch.zeros_like(pruned[1])
-    for rows in _row_blocks(attention, dense[0], ROWS):
-        pairs = zip(_sequences(attention, *pruned), _sequences(attention, *dense), strict=True)
-        for i, ((q, k), (qd, kd)) in enumerate(pairs):
-            p, slope = _probabilities(attention, q, k, rows)  # [h_kv, groups * rows, keys]
-            reference = _probabilities(attention, qd, kd, rows)[0]
-            norms += _squared_norms(attention, reference)
-            c = torch.sub(p, reference, out=reference)
-            errors += _squared_norms(attention, c)
-            _backward(attention, (q, k), rows, c.mul_(p), p, slope, (dq[i], dk[i]))
-    return errors, norms, (dq.mul_(attention.scaling), dk.mul_(attention.scaling))
+    unpruned = list(_sequences(attention, *dense))
+
+    def difference(i: int, rows: _RowBlock, p: Tensor) -> Tensor:
+        reference = _probabilities(attention, *unpruned[i], rows)[0]  # [h_kv, groups * rows, keys]
+        norms.add_(_squared_norms(attention, reference))
+        c = torch.sub(p, reference, out=reference)
+        errors.add_(_squared_norms(attention, c))
+        return c
+
+    return errors, norms, _backpropagate(attention, *pruned, difference)
 
 
 def matrix_probe(attention: Attention, q: Tensor, k: Tensor, generator: torch.Generator) -> Pair:
@@ -322,6 +288,7 @@ def matrix_probe(attention: Attention, q: Tensor, k: Tensor, generator: torch.Ge
     `scaling^2 K^T J_i^2 K` and for key j, summed over the queries, `scaling^2 sum_i (J_i^2)_jj q_i q_i^T`. A softcap
     multiplies the derivative of each score.
     """
+    k = _centred(attention, k)
     return _backpropagate(attention, q, k, lambda _i, _rows, p: random_signs_(torch.empty_like(p), generator))
 
 
@@ -351,9 +318,7 @@ def mixed_by_rows(attention: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tens
     return result
 
 
-def mixed_backward(
-    attention: Attention, q: Tensor, k: Tensor, v: Tensor, of_mixed: Tensor, dv: Tensor | None = None
-) -> Pair:
+def mixed_backward(attention: Attention, q: Tensor, k: Tensor, v: Tensor, of_mixed: Tensor) -> Pair:
     """Backpropagate a gradient of P v to queries and keys, with four tokens x tokens products to autograd's seven.
 
     Args:
@@ -362,17 +327,14 @@ def mixed_backward(
         k: keys.
         v: values.
         of_mixed: the gradient of all heads beside each other, [batch, tokens, h * value_dim].
-        dv: in the shape of `v`; the gradient of the values is added to it where it is given, by one more product.
     """
     grad = of_mixed.view(*of_mixed.shape[:2], attention.query.heads, -1).transpose(1, 2)
 
-    def of_matrix(i: int, rows: _RowBlock, p: Tensor) -> Tensor:
+    def of_matrix(i: int, rows: _RowBlock, _p: Tensor) -> Tensor:
         of_rows = _fold(attention, grad[i].view(attention.key.heads, attention.groups, *grad.shape[2:]), rows)
-        if dv is not None:
-            dv[i][:, rows.keys] += torch.bmm(p.transpose(1, 2), of_rows)
         return torch.bmm(of_rows, v[i][:, rows.keys].transpose(1, 2))
 
-    return _backpropagate(attention, q, k, of_matrix)
+    return _backpropagate(attention, q, _centred(attention, k), of_matrix)
 
 
 def random_signs_(x: Tensor, generator: torch.Generator) -> Tensor:
@@ -383,42 +345,22 @@ def random_signs_(x: Tensor, generator: torch.Generator) -> Tensor:
 def _backpropagate(
     attention: Attention, q: Tensor, k: Tensor, of_matrix: Callable[[int, _RowBlock, Tensor], Tensor]
 ) -> Pair:
-    """Backpropagate a gradient of P, computed block by block, to queries and keys.
+    """Backpropagate a gradient of P, computed block by block, through softmax and scores to queries and keys.
 
-    `of_matrix` maps a sequence's index, a block and its P [h_kv, groups * rows, keys] to the gradient of that P, which
-    is overwritten.
+    A sink changes nothing here: its probability has no gradient. `of_matrix` maps a sequence's index, a block and its
+    P [h_kv, groups * rows, keys] to the gradient of that P, which is overwritten.
     """
     dq, dk = torch.zeros_like(q), torch.zeros_like(k)
-    k = _centred(attention, k)
     for rows in _row_blocks(attention, q, ROWS):
         for i, (qb, kb) in enumerate(_sequences(attention, q, k)):
             p, slope = _probabilities(attention, qb, kb, rows)
-            _backward(attention, (qb, kb), rows, of_matrix(i, rows, p).mul_(p), p, slope, (dq[i], dk[i]))
+            grad = of_matrix(i, rows, p).mul_(p)  # [h_kv, groups * rows, keys]
+            grad.addcmul_(p, grad.sum(dim=-1, keepdim=True), value=-1.0)
+            if slope is not None:
+                grad.mul_(slope)
+            dq[i][:, rows.queries] += _unfold(attention, torch.bmm(grad, kb[:, rows.keys]))
+            dk[i][:, rows.keys] += torch.bmm(grad.transpose(1, 2), _fold(attention, qb, rows))
     return dq.mul_(attention.scaling), dk.mul_(attention.scaling)
-
-
-def _backward(
-    attention: Attention, pair: Pair, rows: _RowBlock, weighted: Tensor, p: Tensor, slope: Tensor | None, into: Pair
-) -> None:
-    """Backpropagate a block's gradient of P through softmax and scores and accumulate it, without the scaling.
-
-    A sink changes nothing here: its probability has no gradient.
-
-    Args:
-        attention: the layer.
-        pair: one sequence's queries [h_kv, groups, tokens, head_dim] and keys [h_kv, tokens, head_dim].
-        rows: the block.
-        weighted: elementwise product of P and its gradient, [h_kv, groups * rows, keys]; overwritten.
-        p: the block of P.
-        slope: derivative of the softcap there, or None.
-        into: gradients of the sequence's queries [h, tokens, head_dim] and keys [h_kv, tokens, head_dim].
-    """
-    weighted.addcmul_(p, weighted.sum(dim=-1, keepdim=True), value=-1.0)
-    if slope is not None:
-        weighted.mul_(slope)
-    q, k = pair
-    into[0][:, rows.queries] += _unfold(attention, torch.bmm(weighted, k[:, rows.keys]))
-    into[1][:, rows.keys] += torch.bmm(weighted.transpose(1, 2), _fold(attention, q, rows))
 
 
 def _centred(attention: Attention, k: Tensor) -> Tensor:

@@ -6,22 +6,47 @@ under a wider budget rows stay balanced, and the number of zeros matches the bud
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from compressx import NM, FixedMask, Pattern, Unstructured
+from compressx import NM, FixedMask, Pattern, Unstructured, keep_masks
 from compressx.numerics.obs import inverse_cholesky, sweep, wanda_scores
 from compressx_attnprune.attention import Pair
 from compressx_attnprune.losses import parts
 
-Choose = Callable[[Pair], Pair]
-"""Maps scores of query and key to masks, True = keep."""
-
 _DAMPING = 0.01  # as published for SparseGPT
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How many weights of query and key are kept, and which of them compete.
+
+    Attributes:
+        query: pattern of the query projection.
+        key: pattern of the key projection.
+    """
+
+    query: Pattern
+    key: Pattern
+
+    def choose(self, scores: Pair, known_finite: bool = False) -> Pair:
+        """Turn scores into masks (True = keep).
+
+        Args:
+            scores: [heads * head_dim, in_features] for each; the lowest are dropped.
+            known_finite: as for `keep_masks`.
+        """
+        patterns = {"query": self.query, "key": self.key}
+        query, key = keep_masks({"query": scores[0], "key": scores[1]}, patterns, known_finite=known_finite).values()
+        return query, key
+
+    @property
+    def fixed(self) -> bool:
+        """Whether the masks are fixed."""
+        return isinstance(self.query, FixedMask)
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,21 +82,15 @@ class InputStatistics:
         return inverse_cholesky(hessian, _DAMPING)[0]
 
 
-def wanda(weights: Pair, inputs: InputStatistics, choose: Choose) -> tuple[Pair, Pair]:
+def wanda(weights: Pair, inputs: InputStatistics, budget: Budget) -> tuple[Pair, Pair]:
     """Keep the largest |W| ||x||_2 of each row (Wanda, arXiv 2306.11695); return masks and unchanged kept weights."""
     query, key = (_row_ranks(wanda_scores(w, inputs.norms)) for w in weights)
-    keeps = choose((query, key))
+    keeps = budget.choose((query, key))
     return keeps, (weights[0] * keeps[0], weights[1] * keeps[1])
 
 
-def sparsegpt(weights: Pair, inputs: InputStatistics, choose: Choose, sparsity: float) -> tuple[Pair, Pair]:
+def sparsegpt(weights: Pair, inputs: InputStatistics, budget: Budget) -> tuple[Pair, Pair]:
     """Select and update by SparseGPT's sweep (arXiv 2301.00774), with one Hessian of the inputs.
-
-    Args:
-        weights: the dense weights.
-        inputs: of the layer.
-        choose: turns scores into masks; may return fixed masks. For N:M use `sparsegpt_nm`.
-        sparsity: fraction of zeros in the masks of `choose`.
 
     Returns:
         Masks and weights.
@@ -79,22 +98,21 @@ def sparsegpt(weights: Pair, inputs: InputStatistics, choose: Choose, sparsity: 
     Raises:
         compressx.numerics.obs.NotPositiveDefiniteError: the Hessian cannot be factored.
     """
-    pattern = Unstructured(sparsity, "row")
+    if isinstance(budget.query, NM):  # the sweep selects group by group
+        of_query, of_key = (
+            sparsegpt_rows(w, inputs, p) for w, p in zip(weights, (budget.query, budget.key), strict=True)
+        )
+        return (of_query[0], of_key[0]), (of_query[1], of_key[1])
+    pattern = Unstructured(budget.query.sparsity, "row")
     both = torch.cat(weights)  # one sweep for both: its cost depends on the columns
     swept, updated = sparsegpt_rows(both, inputs, pattern)
     # The sweep's selection comes first; scores settle the difference between its rounding by rows and the budget.
     scores = swept + _unit_rank(both / inputs.factor.diagonal())
-    keeps = choose(_split(scores, weights))
+    keeps = budget.choose(_split(scores, weights))
     keep = torch.cat(keeps)
     if not torch.equal(keep, swept):
         _, updated = sparsegpt_rows(both, inputs, FixedMask(keep, pattern))
     return keeps, _split(updated, weights)
-
-
-def sparsegpt_nm(weights: Pair, inputs: InputStatistics, patterns: tuple[NM, NM]) -> tuple[Pair, Pair]:
-    """Do as `sparsegpt` for N:M patterns, where the sweep selects group by group."""
-    query, key = (sparsegpt_rows(w, inputs, pattern) for w, pattern in zip(weights, patterns, strict=True))
-    return (query[0], key[0]), (query[1], key[1])
 
 
 def sparsegpt_rows(weight: Tensor, inputs: InputStatistics, pattern: Pattern) -> tuple[Tensor, Tensor]:

@@ -50,8 +50,17 @@ class Curvature:
         The row factor is small and well measured, but often close to rank one. This is done in place, because a copy
         of `inputs` would take as much memory again, and taken back exactly.
         """
-        with _damped(self.rows, 10.0 * damping), _damped(self.inputs, damping):
+        diagonals = [factor.diagonal(dim1=1, dim2=2) for factor in (self.rows, self.inputs)]
+        measured = [diagonal.clone() for diagonal in diagonals]
+        for diagonal, fraction in zip(diagonals, (10.0 * damping, damping), strict=True):
+            mean = diagonal.mean(dim=1, keepdim=True)
+            # A head without influence (one token, or equal probabilities) still needs an invertible factor.
+            diagonal.add_(torch.where(mean > 0, fraction * mean, 1.0))
+        try:
             yield self
+        finally:
+            for diagonal, before in zip(diagonals, measured, strict=True):
+                diagonal.copy_(before)
 
     def scale(self) -> Tensor:
         """Return the square root of the diagonal, [heads, head_dim, in_features]."""
@@ -186,18 +195,6 @@ def _of_trace_one(matrices: Tensor) -> Tensor:
     trace = matrices.diagonal(dim1=1, dim2=2).sum(dim=1)[:, None, None]
     identity = torch.eye(matrices.shape[-1], device=matrices.device) / matrices.shape[-1]
     return torch.where(trace > 0, matrices / trace.clamp_min(torch.finfo(matrices.dtype).tiny), identity)
-
-
-@contextmanager
-def _damped(matrices: Tensor, damping: float) -> Iterator[None]:
-    diagonal = matrices.diagonal(dim1=1, dim2=2)
-    measured, mean = diagonal.clone(), diagonal.mean(dim=1, keepdim=True)
-    # A head without influence (one token, or equal probabilities) still needs an invertible factor.
-    diagonal.add_(torch.where(mean > 0, damping * mean, 1.0))
-    try:
-        yield
-    finally:
-        diagonal.copy_(measured)
 
 
 Choose = Callable[[Sequence[Tensor], bool], Sequence[Tensor]]

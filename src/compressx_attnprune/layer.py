@@ -12,8 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import compressx
-from compressx import Block, FixedMask, Pattern, Projections, RecipeError, Rows, UnsupportedModelError, head_size
+from compressx import (
+    Block,
+    FixedMask,
+    Pattern,
+    Projections,
+    RecipeError,
+    Rows,
+    UnsupportedModelError,
+    find_projections,
+    head_size,
+)
 from compressx_attnprune.attention import (
     Attention,
     Norm,
@@ -24,12 +33,14 @@ from compressx_attnprune.attention import (
     queries_and_keys,
     values,
 )
-from compressx_attnprune.groups import asked_units
 
 _AGREEMENT = 1e-3  # relative difference of two float32 outputs of one attention
 
 
-def find_projections(block: Block, taken: Mapping[str, object] | None = None) -> Projections:
+INSTEAD = "leave it to a pruner of single linears, such as sparsegpt or wanda"
+
+
+def projections_of(block: Block, taken: Mapping[str, object] | None = None) -> Projections:
     """Find the projections of a block's attention, and say what to do where there are none.
 
     Args:
@@ -46,7 +57,7 @@ def find_projections(block: Block, taken: Mapping[str, object] | None = None) ->
             'decoder blocks; write targets: ["*.q_proj", "*.k_proj"]'
         )
     try:
-        return compressx.find_projections(block)
+        return find_projections(block)
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{error}; {INSTEAD}") from error
 
@@ -57,7 +68,7 @@ def check(block: Block, patterns: Mapping[str, Pattern]) -> None:
     A rule must target the query and the key projection. Where one weight fuses query, key and value it must target that
     weight alone. Query and key rows are then pruned for the attention matrix. Value rows of a fused weight and gate
     rows of a query projection, which do not affect that matrix, are pruned by an ordinary second-order update, all
-    within the pattern of the weight. Key/value groups take all projections.
+    within the pattern of the weight.
 
     Needs no weights: it is called on a skeleton when a recipe is planned.
 
@@ -67,12 +78,9 @@ def check(block: Block, patterns: Mapping[str, Pattern]) -> None:
 
     Raises:
         UnsupportedModelError: missing projections, or attention other than softmax(scale * q k^T + mask).
-        RecipeError: targets other than these projections, different patterns for the two, or other units.
+        RecipeError: targets other than these projections, or different patterns for the two.
     """
-    projections = find_projections(block, patterns)
-    if asked_units(patterns) is not None:  # the host hands over all linears of a unit
-        _check_structure(block, projections)
-        return
+    projections = projections_of(block, patterns)
     names = list(dict.fromkeys((projections.query.name, projections.key.name)))  # one when fused
     targets = ", ".join(f'"*.{n.rpartition(".")[2]}"' for n in names)
     wanted = f"write targets: [{targets}]"
@@ -96,17 +104,16 @@ def check(block: Block, patterns: Mapping[str, Pattern]) -> None:
     _check_structure(block, projections)
 
 
-def describe(block: Block, dtype: torch.dtype = torch.float32) -> Attention:
-    """Read the geometry of a block's attention, with the rotary embedding of its recorded calls.
+def describe(block: Block) -> Attention:
+    """Read the geometry of a block's attention in float32, with the rotary embedding of its recorded calls.
 
     Args:
         block: a block with weights and at least one recorded call.
-        dtype: of the geometry's tensors.
 
     Raises:
         UnsupportedModelError: as `check`.
     """
-    projections = find_projections(block)
+    projections = projections_of(block)
     _check_structure(block, projections)
     module = block.submodule(projections.attention)
     head_dim = head_size(module, block.config)
@@ -115,19 +122,20 @@ def describe(block: Block, dtype: torch.dtype = torch.float32) -> Attention:
         for rows, names in ((projections.query, QUERY_NORMS), (projections.key, KEY_NORMS))
     )
     interleaved = bool(_turns_neighbours(module))
+    rotary, sinks = _rotary(block, projections, interleaved), getattr(module, "sinks", None)
     return Attention(
         query=query,
         key=key,
         head_dim=head_dim,
         scaling=float(getattr(module, "scaling", head_dim**-0.5)),
-        rotary=_rotary(block, projections, interleaved),
+        rotary=None if rotary is None else (rotary[0].float(), rotary[1].float()),
         window=_window(module, block.config),
         softcap=getattr(module, "attn_logit_softcapping", None),
         rotary_interleaved=interleaved,
-        sinks=_sinks(module),
+        sinks=None if sinks is None else sinks.detach().float(),  # by the name that all of transformers' models use
         value_norm=read_norm(module, VALUE_NORMS, key.heads, projections.value.count // key.heads),
         gate=None if (gate := projections.gate) is None else (gate.weight.clone(), gate.bias),
-    ).to(dtype)
+    )
 
 
 @torch.no_grad()
@@ -145,7 +153,7 @@ def verify(block: Block, attention: Attention, x: Tensor) -> None:
     Raises:
         UnsupportedModelError: the outputs differ.
     """
-    projections = find_projections(block)
+    projections = projections_of(block)
     x = x[:1].float()
     q, k = queries_and_keys(attention, x, projections.query.weight, projections.key.weight)
     v = values(attention, x, projections.value.weight, projections.value.bias)  # [1, h_kv, tokens, value_dim]
@@ -158,7 +166,7 @@ def verify(block: Block, attention: Attention, x: Tensor) -> None:
     if not difference <= _AGREEMENT:
         layout = f", or {projections.query.name} has an unsupported row order" if projections.fused else ""
         raise UnsupportedModelError(
-            f"{named(block, projections)} is not softmax(scale * q k^T + mask) as attnprune computes it{layout}: "
+            f"{_named(block, projections)} is not softmax(scale * q k^T + mask) as attnprune computes it{layout}: "
             f"the outputs differ by {difference:.2%} on a calibration sequence; {INSTEAD}"
         )
 
@@ -169,38 +177,27 @@ def _check_structure(block: Block, projections: Projections) -> None:
     head_dim = head_size(module, block.config)
     heads, key_heads = query.count // head_dim, key.count // head_dim
     declared = getattr(block.config, "num_attention_heads", heads)
-    if (heads * head_dim, key_heads * head_dim) != (query.count, key.count) or heads != declared:
-        raise UnsupportedModelError(
-            f"{query.name} and {key.name} have {query.count} and {key.count} outputs, which is not "
-            f"{declared} query heads of {head_dim} features; attnprune supports no compressed heads; {INSTEAD}"
-        )
-    if key_heads == 0 or heads % key_heads:
-        raise UnsupportedModelError(f"{name}: {heads} query heads cannot share {key_heads} key heads; {INSTEAD}")
     mixed, value = projections.output.in_features, projections.value.count
-    if mixed * key_heads != value * heads:
-        raise UnsupportedModelError(
-            f"{name}: {value} value features in {key_heads} heads, shared by {heads} query heads, do not match the "
-            f"{mixed} inputs of {projections.output.name}; {INSTEAD}"
-        )
-    if not getattr(module, "is_causal", True):
-        raise UnsupportedModelError(f"{name} is not causal; attnprune supports only causal attention; {INSTEAD}")
-    if bias := _score_bias(module, block.config):
-        raise UnsupportedModelError(
-            f"{named(block, projections)} adds {bias} to its scores; attnprune supports rotary and learned "
-            f"positions; {INSTEAD}"
-        )
-    if _turns_neighbours(module) is None:
-        raise UnsupportedModelError(
-            f"{named(block, projections)} has a rotary embedding that rotates neither adjacent features nor features "
-            f"half a head apart; {INSTEAD}"
-        )
-    if (sinks := _sinks(module)) is not None and sinks.shape != (heads,):
-        raise UnsupportedModelError(
-            f"{name}.sinks has shape {tuple(sinks.shape)}, not one for each of {heads} heads; {INSTEAD}"
-        )
-    for names, count in ((QUERY_NORMS, heads), (KEY_NORMS, key_heads)):
-        if wrong := unknown_norm(module, names, count, head_dim):
-            raise UnsupportedModelError(f"{name}.{wrong}; {INSTEAD}")
+    sinks = getattr(module, "sinks", None)
+    faults = {
+        f"{query.name} and {key.name} have {query.count} and {key.count} outputs, which is not {declared} query heads "
+        f"of {head_dim} features; attnprune supports no compressed heads":
+            (heads * head_dim, key_heads * head_dim) != (query.count, key.count) or heads != declared,
+        f"{name}: {heads} query heads cannot share {key_heads} key heads": key_heads == 0 or heads % key_heads,
+        f"{name}: {value} value features in {key_heads} heads, shared by {heads} query heads, do not match the {mixed} "
+        f"inputs of {projections.output.name}": mixed * key_heads != value * heads,
+        f"{name} is not causal; attnprune supports only causal attention": not getattr(module, "is_causal", True),
+        f"{_named(block, projections)} adds {(bias := _score_bias(module, block.config))} to its scores; attnprune "
+        "supports rotary and learned positions": bias,
+        f"{_named(block, projections)} has a rotary embedding that rotates neither adjacent features nor features half "
+        "a head apart": _turns_neighbours(module) is None,
+        f"{name}.sinks has shape {tuple(getattr(sinks, 'shape', ()))}, not one for each of {heads} heads":
+            sinks is not None and sinks.shape != (heads,),
+        **{f"{name}.{wrong}": wrong for wrong in (unknown_norm(module, QUERY_NORMS, heads, head_dim),
+                                                 unknown_norm(module, KEY_NORMS, key_heads, head_dim))},
+    }  # fmt: skip
+    if fault := next((sentence for sentence, holds in faults.items() if holds), None):
+        raise UnsupportedModelError(f"{fault}; {INSTEAD}")
 
 
 def _score_bias(module: nn.Module, config: Any) -> str | None:
@@ -209,12 +206,6 @@ def _score_bias(module: nn.Module, config: Any) -> str | None:
     if "alibi" in taken and getattr(config, "alibi", True):  # Falcon exists with and without it
         return "ALiBi"
     return "a position bias" if "position_bias" in taken else None
-
-
-def _sinks(module: nn.Module) -> Tensor | None:
-    """Return the scores of the heads' sinks, by the name that all of transformers' models use; None without."""
-    sinks: Tensor | None = getattr(module, "sinks", None)
-    return None if sinks is None else sinks.detach()
 
 
 def _window(module: nn.Module, config: Any) -> int | None:
@@ -253,7 +244,7 @@ def _rotary(block: Block, projections: Projections, interleaved: bool) -> tuple[
         return None
     if not isinstance(embeddings, tuple | list) or len(embeddings) != 2:
         raise UnsupportedModelError(
-            f"{named(block, projections)} takes its rotary embedding as {type(embeddings).__name__}; attnprune "
+            f"{_named(block, projections)} takes its rotary embedding as {type(embeddings).__name__}; attnprune "
             f"supports a pair of cosine and sine; {INSTEAD}"
         )
     if _ignores_positions(block, projections):
@@ -284,9 +275,6 @@ def _ignores_positions(block: Block, projections: Projections) -> bool:
     return torch.equal(attend(block, projections, given, x), attend(block, projections, still, x))
 
 
-INSTEAD = "leave it to a pruner of single linears, such as sparsegpt or wanda"
-
-
 def attend(block: Block, projections: Projections, arguments: Mapping[str, Any], x: Tensor) -> Tensor:
     """Run the attention module in float32 on [1, tokens, in_features] with its block's arguments."""
     module = copy.deepcopy(block.submodule(projections.attention)).float()
@@ -295,7 +283,7 @@ def attend(block: Block, projections: Projections, arguments: Mapping[str, Any],
     needed = [n for n, p in known.items() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
     if missing := [n for n in needed if n not in given]:
         raise UnsupportedModelError(
-            f"{named(block, projections)} needs {', '.join(missing)} from within its block, so attnprune cannot run "
+            f"{_named(block, projections)} needs {', '.join(missing)} from within its block, so attnprune cannot run "
             f"it alone to verify that it is softmax attention; {INSTEAD}"
         )
     attended = module(x, **given)
@@ -319,7 +307,7 @@ def _first(value: Any) -> Any:
     return tuple(_first(v) for v in value) if isinstance(value, tuple) else value
 
 
-def named(block: Block, projections: Projections) -> str:
+def _named(block: Block, projections: Projections) -> str:
     """Name the attention and its class, for messages."""
     return f"{projections.attention} ({type(block.submodule(projections.attention)).__name__})"
 
@@ -374,15 +362,9 @@ def read_norm(module: nn.Module, names: tuple[str, ...], heads: int, head_dim: i
         eps,
         shift=at_zero.view(own) if at_zero.any() else None,
         centered=bool((at_ones - at_zero).norm() < 0.5 * gain.norm()),  # ones without their mean are zero
-        whole=over_all_heads(module, names, heads, head_dim),
+        whole=heads > 1 and shape == (heads * head_dim,),
         last=name in _LAST,
     )
-
-
-def over_all_heads(module: nn.Module, names: tuple[str, ...], heads: int, head_dim: int) -> bool:
-    """Return whether a side's norm is over all heads of a token at once; arguments as `unknown_norm`."""
-    _, norm = _find(module, names)
-    return norm is not None and heads > 1 and _input_shape(norm, heads, head_dim) == (heads * head_dim,)
 
 
 def _find(module: nn.Module, names: tuple[str, ...]) -> tuple[str, nn.Module | None]:

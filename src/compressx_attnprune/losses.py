@@ -1,15 +1,16 @@
 """The objectives of attention pruning: the error of the attention matrix, or of the attention's output.
 
-A loss compares two pairs of (query, key) weights on the inputs of one layer. It computes the error, its gradients, and
-random probes of its curvature at the dense weights. Inputs are [batch, tokens, in_features] in the weights' dtype,
-weights [heads * head_dim, in_features].
+A loss compares two pairs of (query, key) weights on the inputs of one layer. It computes the error, and random probes
+of its curvature at the dense weights. Inputs are [batch, tokens, in_features] in the weights' dtype, weights
+[heads * head_dim, in_features].
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -36,28 +37,28 @@ SEQUENCES = 4
 """Sequences processed at a time."""
 
 
-class Loss(Protocol):
-    """A squared error caused by pruned query and key weights."""
+@dataclass(frozen=True, eq=False)
+class Loss(ABC):
+    """A squared error caused by pruned query and key weights.
 
-    @property
-    def attention(self) -> Attention:
-        """The layer's geometry."""
+    Attributes:
+        attention: the layer's geometry.
+    """
 
-    def with_scores(self, share: float) -> Loss:
+    attention: Attention
+
+    def with_scores(self, share: float) -> Self:
         """Return the loss of a layer whose scores, before a softcap, are this share of them."""
+        return replace(self, attention=self.attention.with_scores(share))
 
+    @abstractmethod
     def errors(self, x: Tensor, dense: Pair, candidates: Sequence[Pair]) -> tuple[Tensor, Tensor]:
         """Return each candidate's squared error on a batch, and the squared norm of the dense result.
 
         float64 [candidates] and [], on the inputs' device: reading them would make the host wait.
         """
 
-    def gradients(self, x: Tensor, dense: Pair, pruned: Pair) -> tuple[Tensor, Pair]:
-        """Return the relative error on a batch, and the gradients of half of it with respect to the pruned weights.
-
-        The error is float64 [], on the inputs' device.
-        """
-
+    @abstractmethod
     def probe(self, x: Tensor, weights: Pair, generator: torch.Generator) -> Pair:
         """Return the gradients of `project`'s results for random signs as the gradient of the compared tensor.
 
@@ -67,18 +68,8 @@ class Loss(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class MatrixLoss:
-    """||P~ - P||_F^2 of the attention matrices (Attention Weights Pruning, arXiv 2410.11261), summed over heads.
-
-    Attributes:
-        attention: the layer's geometry.
-    """
-
-    attention: Attention
-
-    def with_scores(self, share: float) -> Self:
-        """Return the loss of a layer with a share of the scores."""
-        return replace(self, attention=self.attention.with_scores(share))
+class MatrixLoss(Loss):
+    """||P~ - P||_F^2 of the attention matrices (Attention Weights Pruning, arXiv 2410.11261), summed over heads."""
 
     @torch.no_grad()
     def errors(self, x: Tensor, dense: Pair, candidates: Sequence[Pair]) -> tuple[Tensor, Tensor]:
@@ -89,12 +80,18 @@ class MatrixLoss:
 
     @torch.no_grad()
     def gradients(self, x: Tensor, dense: Pair, pruned: Pair) -> tuple[Tensor, Pair]:
-        """Return ||P~ - P||_F^2 / ||P||_F^2 and the gradients of half of it, in closed form by row blocks."""
+        """Return ||P~ - P||_F^2 / ||P||_F^2 and the gradients of half of it by the pruned weights, in closed form.
+
+        The error is float64 [], on the inputs' device. All is zero for a zero norm.
+        """
         attention = self.attention
         before = queries_and_keys(attention, x, *dense)
         projected = project_pair(attention, x, *pruned)
         errors, norms, grads = matrix_gradients(attention, before, place_pair(attention, projected))
-        return _relative(errors.sum(), norms.sum(), x, place_pair_backward(attention, projected, grads))
+        norm = norms.sum()
+        scale = torch.where(norm > 0.0, 1.0 / norm, 0.0)
+        query, key = (weight_gradient(g, x).mul_(scale) for g in place_pair_backward(attention, projected, grads))
+        return errors.sum() * scale, (query, key)
 
     @torch.no_grad()
     def probe(self, x: Tensor, weights: Pair, generator: torch.Generator) -> Pair:
@@ -105,67 +102,44 @@ class MatrixLoss:
 
 
 @dataclass(frozen=True, eq=False)
-class OutputLoss:
+class OutputLoss(Loss):
     """||(P~ - P) V W_O^T||_F^2, the error of the attention's output caused by that of the attention matrices.
 
     Where the layer has gates, they multiply P V.
 
-    Never holds a tokens x tokens tensor: outputs use `scaled_dot_product_attention`. Gradients use row blocks, as do
+    Never holds a tokens x tokens tensor: outputs use `scaled_dot_product_attention`. Probes use row blocks, as do
     outputs without a fused kernel: capped scores, sinks, a window, values of another size than keys.
 
     Attributes:
-        attention: the layer's geometry.
         value_weight: [h_kv * value_dim, in_features].
         value_bias: [h_kv * value_dim], or None.
         output_weight: [out_features, h * value_dim].
     """
 
-    attention: Attention
     value_weight: Tensor
     value_bias: Tensor | None
     output_weight: Tensor
-
-    def with_scores(self, share: float) -> Self:
-        """Return the loss of a layer with a share of the scores."""
-        return replace(self, attention=self.attention.with_scores(share))
 
     @torch.no_grad()
     def errors(self, x: Tensor, dense: Pair, candidates: Sequence[Pair]) -> tuple[Tensor, Tensor]:
         """Return ||(P~ - P) V W_O^T||_F^2 of each candidate, and ||P V W_O^T||_F^2."""
         v = values(self.attention, x, self.value_weight, self.value_bias)
         pairs = (queries_and_keys(self.attention, x, *pair) for pair in (dense, *candidates))
-        before, *after = (self._output(x, *pair, v) for pair in pairs)
+        mixed = (gated(self.attention, x, mixed_values(self.attention, *pair, v)) for pair in pairs)
+        before, *after = (torch.nn.functional.linear(m, self.output_weight) for m in mixed)
         return torch.stack([_squared_norm(a - before) for a in after]), _squared_norm(before)
-
-    @torch.no_grad()
-    def gradients(self, x: Tensor, dense: Pair, pruned: Pair) -> tuple[Tensor, Pair]:
-        """Return ||(P~ - P) V W_O^T||_F^2 / ||P V W_O^T||_F^2 and the gradients of half of it."""
-        v = values(self.attention, x, self.value_weight, self.value_bias)
-        before = self._output(x, *queries_and_keys(self.attention, x, *dense), v)
-        projected = project_pair(self.attention, x, *pruned)
-        error = self._output(x, *place_pair(self.attention, projected), v) - before
-        return _relative(_squared_norm(error), _squared_norm(before), x, self._backward(x, projected, v, error))
 
     @torch.no_grad()
     def probe(self, x: Tensor, weights: Pair, generator: torch.Generator) -> Pair:
         """Return the gradients for random signs as the gradient of the attention's output."""
         v = values(self.attention, x, self.value_weight, self.value_bias)
         signs = random_signs_(x.new_empty(*x.shape[:2], len(self.output_weight)), generator)
-        return self._backward(x, project_pair(self.attention, x, *weights), v, signs)
-
-    def _output(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Apply attention to the values and project them, [batch, tokens, out_features]."""
-        mixed = gated(self.attention, x, mixed_values(self.attention, q, k, v))
-        return torch.nn.functional.linear(mixed, self.output_weight)
-
-    def _backward(self, x: Tensor, projected: Pair, v: Tensor, grad: Tensor) -> Pair:
-        """Backpropagate a gradient of the output [batch, tokens, out_features] to `project`'s results."""
-        return place_pair_backward(self.attention, projected, self._mixed_backward(x, projected, v, grad))
-
-    def _mixed_backward(self, x: Tensor, projected: Pair, v: Tensor, grad: Tensor) -> Pair:
-        """Backpropagate it to queries and keys; what this takes is freed before the rest of the way."""
-        of_mixed = gated(self.attention, x, grad @ self.output_weight)
-        return mixed_backward(self.attention, *place_pair(self.attention, projected), v, of_mixed)
+        of_mixed = gated(self.attention, x, signs @ self.output_weight)  # [batch, tokens, h * value_dim]
+        del signs
+        projected = project_pair(self.attention, x, *weights)
+        grads = mixed_backward(self.attention, *place_pair(self.attention, projected), v, of_mixed)
+        del v, of_mixed  # before what the rest of the way takes
+        return place_pair_backward(self.attention, projected, grads)
 
 
 def relative_errors(loss: Loss, x: Tensor, dense: Pair, candidates: Sequence[Pair]) -> list[float]:
@@ -184,21 +158,6 @@ def relative_errors(loss: Loss, x: Tensor, dense: Pair, candidates: Sequence[Pai
     error, norm = torch.stack(errors).sum(dim=0), torch.stack(norms).sum()
     relative: list[float] = torch.where(norm > 0.0, error / norm, 0.0).tolist()
     return relative
-
-
-def _relative(error: Tensor, norm: Tensor, x: Tensor, projected: Pair) -> tuple[Tensor, Pair]:
-    """Return the relative error and the gradients of half of it, from those of `project`'s results.
-
-    Both are zero for a zero norm, as in added blocks whose output projection is initialised to zero.
-    """
-    scale = torch.where(norm > 0.0, 1.0 / norm, 0.0)
-    query, key = (weight_gradient(g, x).mul_(scale) for g in projected)
-    return error * scale, (query, key)
-
-
-def relative_error(loss: Loss, x: Tensor, dense: Pair, pruned: Pair) -> float:
-    """Return `relative_errors` of one candidate."""
-    return relative_errors(loss, x, dense, [pruned])[0]
 
 
 def parts(x: Tensor) -> Iterator[Tensor]:

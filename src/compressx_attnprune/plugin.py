@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,12 +25,12 @@ from compressx import (
     hookimpl,
 )
 from compressx.numerics.obs import NotPositiveDefiniteError
-from compressx_attnprune import baselines, groups, layer, solver
+from compressx_attnprune import baselines, layer, solver
 from compressx_attnprune.attention import attention_matrices, queries_and_keys
+from compressx_attnprune.baselines import Budget
 from compressx_attnprune.losses import Loss, MatrixLoss, OutputLoss, relative_errors
 from compressx_attnprune.options import HELD_OUT, AttnPruneOptions
-from compressx_attnprune.solver import Budget, QueryKeyLayer, QueryKeySolution
-from compressx_attnprune.training import Text
+from compressx_attnprune.solver import QueryKeyLayer, QueryKeySolution, Text
 
 HEAT_MAP_TOKENS = 64
 
@@ -44,15 +43,6 @@ class _PreparedLayer:
     layer: QueryKeyLayer
     losses: Mapping[str, Loss]
 
-    def of_groups(self) -> groups.GroupedLayer:
-        """Return the layer as whole groups are removed from it."""
-        loss = self.losses["attention-output"]
-        assert isinstance(loss, OutputLoss)  # noqa: S101 - made by prepare
-        return groups.GroupedLayer(
-            groups.Mixing(loss.attention, loss.value_bias), self.layer.text, (*self.layer.dense, loss.value_weight),
-            loss.output_weight, self.projections.output.bias is not None,
-        )  # fmt: skip
-
 
 class AttnPrune:
     """Prunes the query and key projection of a block together, for its attention."""
@@ -60,16 +50,14 @@ class AttnPrune:
     def __init__(self, options: AttnPruneOptions) -> None:
         self.options = options
 
-    def observe(self, block: Block, name: str) -> SequenceSample | None:
-        """Ask for whole input sequences; query, key and value have the same, so the host keeps one sample."""
-        if name == layer.find_projections(block).output.name:
-            return None
+    def observe(self, block: Block, name: str) -> SequenceSample:
+        """Ask for whole input sequences; query and key have the same, so the host keeps one sample."""
         return SequenceSample(block.linears[name].in_features, self.options.sequences)
 
     @torch.no_grad()
     def prepare(self, block: Block, name: str, sample: SequenceSample) -> _PreparedLayer:  # noqa: ARG002 - the protocol
         """Read the attention off the block and hold it against the block's own; its curvature follows when needed."""
-        projections = layer.find_projections(block)
+        projections = layer.projections_of(block)
         x = sample.sequences
         attention = layer.describe(block)
         layer.verify(block, attention, x)
@@ -85,11 +73,7 @@ class AttnPrune:
         held_out = min(len(x) - 1, max(1, round(HELD_OUT * len(x))))
         text = Text(x[:-held_out], x[-held_out:]) if held_out else Text(x, x)
         dense = (projections.query.weight.clone(), projections.key.weight.clone())
-        return _PreparedLayer(
-            projections,
-            QueryKeyLayer(losses[self.options.objective], text, dense, self.options.damping or solver.DAMPING),
-            losses,
-        )
+        return _PreparedLayer(projections, QueryKeyLayer(losses[self.options.objective], text, dense), losses)
 
     @torch.no_grad()
     def prune(
@@ -104,33 +88,23 @@ class AttnPrune:
         alone: the other rows of their linears, values and gates, count as dense.
         """
         layer.check(block, patterns)
-        projections = layer.find_projections(block)
+        projections = layer.projections_of(block)
         _refuse_unlike_inputs(projections, stats)
         ready = prepared[projections.query.name]
-        if (pattern := groups.asked_units(patterns)) is not None:
-            with _blamed_on(projections):
-                return groups.prune_groups(ready.of_groups(), projections, patterns, pattern, self.options)
-        budget = _budget(projections, patterns)
-        with _blamed_on(projections):
-            solution = solver.solve(ready.layer, budget, self.options)
+        try:
+            solution = solver.solve(ready.layer, _budget(projections, patterns), self.options)
+        except NotPositiveDefiniteError as error:
+            raise CalibrationError(f"{projections.query.name}: {error}") from error
         info = _errors(ready, solution)
         if solution.fell_back:
             info["fell_back"] = 1.0
         images = _heat_maps(ready.layer, solution)
+        history: dict[str, Sequence[float]] = {"mask": solution.losses} if solution.losses else {}
         keeps, weights = _assemble(ready, patterns, solution)
         return {
-            name: PruneResult(keeps[name], weights[name], info, images, solution.histories, group="query and key")
+            name: PruneResult(keeps[name], weights[name], info, images, history, group="query and key")
             for name in patterns
         }
-
-
-@contextmanager
-def _blamed_on(projections: Projections) -> Iterator[None]:
-    """Tell users of which layer a `NotPositiveDefiniteError` is."""
-    try:
-        yield
-    except NotPositiveDefiniteError as error:
-        raise CalibrationError(f"{projections.query.name}: {error}") from error
 
 
 def _refuse_unlike_inputs(projections: Projections, stats: Mapping[str, Statistic]) -> None:
@@ -251,11 +225,6 @@ def _heat_maps(of: QueryKeyLayer, solution: QueryKeySolution) -> dict[str, Tenso
     return {f"head {head}, dense": dense[head], f"head {head}, pruned": pruned[head]}
 
 
-def _check(block: Block, patterns: Mapping[str, Pattern], options: AttnPruneOptions) -> None:
-    layer.check(block, patterns)
-    groups.check_options(patterns, options)
-
-
 @hookimpl
 def compressx_pruners() -> list[PrunerSpec]:
     """Offer `attnprune`."""
@@ -266,9 +235,8 @@ def compressx_pruners() -> list[PrunerSpec]:
             options=AttnPruneOptions,
             build=AttnPrune,
             groups=("joint", "layer", "row"),
-            units=("kv-groups",),
             reconstructs=True,
-            selecting_options=("mode", "steps", "regularization"),
-            check=_check,
+            selecting_options=("mode", "regularization"),
+            check=lambda block, patterns, _options: layer.check(block, patterns),
         )
     ]

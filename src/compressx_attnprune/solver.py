@@ -1,7 +1,7 @@
 """Prune the query and key projection of one layer, never worse than Wanda or SparseGPT.
 
-Combines the closed-form solver (`gauss-newton`), masks by gradient descent (`mask`), and an optional refit of the kept
-weights. Wanda's and SparseGPT's solutions are computed as well, and the one with the lowest held-out error is returned.
+By the closed-form solver (`gauss-newton`), or masks by gradient descent (`mask`). Wanda's and SparseGPT's solutions are
+computed as well, and the one with the lowest held-out error is returned.
 Weights are float32 [heads * head_dim, in_features]; every pair is (query, key).
 """
 
@@ -13,21 +13,50 @@ from functools import cached_property
 
 from torch import Tensor
 
-from compressx import NM, FixedMask, Pattern, keep_masks
 from compressx.numerics.obs import wanda_scores
-from compressx_attnprune import baselines, gauss_newton, training
+from compressx_attnprune import baselines, gauss_newton
 from compressx_attnprune.attention import Pair
-from compressx_attnprune.baselines import InputStatistics
+from compressx_attnprune.baselines import Budget, InputStatistics
 from compressx_attnprune.gauss_newton import KroneckerProblem
-from compressx_attnprune.losses import Loss, relative_errors
+from compressx_attnprune.losses import Loss, MatrixLoss, relative_errors
 from compressx_attnprune.options import AttnPruneOptions
-from compressx_attnprune.training import Candidate, Text
+from compressx_attnprune.training import learn_masks
 
-DAMPING = 0.003
-_MOST_DAMPING = 0.3
+DAMPING, MOST_DAMPING = 0.003, 0.3
+"""Of the curvature, as a fraction of its mean; the most that is tried where another method is better."""
 
 REGULARIZATIONS = (0.03, 0.1, 0.3, 1.0)
 """The lambdas that mask mode tries when none is given; ours, not published."""
+
+
+@dataclass(frozen=True, eq=False)
+class Text:
+    """Inputs of one layer, [sequences, tokens, in_features] in any float dtype.
+
+    Attributes:
+        train: to learn from.
+        held_out: to choose between candidates by.
+    """
+
+    train: Tensor
+    held_out: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Candidate:
+    """Candidate weights and masks.
+
+    Attributes:
+        weights: zero where not kept.
+        keeps: their masks, True = keep.
+        error: relative error on the held-out sequences.
+        losses: relative error on each gradient step's sequences before the step.
+    """
+
+    weights: Pair
+    keeps: Pair
+    error: float
+    losses: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,13 +67,11 @@ class QueryKeyLayer:
         loss: the objective.
         text: training and held-out inputs.
         dense: the dense weights.
-        damping: of the curvature, as a fraction of its mean.
     """
 
     loss: Loss
     text: Text
     dense: Pair
-    damping: float = DAMPING
 
     @cached_property
     def inputs(self) -> InputStatistics:
@@ -55,40 +82,11 @@ class QueryKeyLayer:
     def problem(self) -> KroneckerProblem:
         """The dense weights and their curvature, decomposed."""
         curvature = gauss_newton.measured_curvature(self.loss, self.text.train, self.dense)
-        return KroneckerProblem(tuple(self.by_head(self.dense)), curvature, self.damping)
+        return KroneckerProblem(tuple(self.by_head(self.dense)), curvature, DAMPING)
 
     def by_head(self, pair: Pair) -> list[Tensor]:
         """View [heads * head_dim, in_features] as [heads, head_dim, in_features]."""
         return [w.view(-1, self.loss.attention.head_dim, w.shape[1]) for w in pair]
-
-
-@dataclass(frozen=True)
-class Budget:
-    """How many weights of query and key are kept, and which of them compete.
-
-    Attributes:
-        query: pattern of the query projection.
-        key: pattern of the key projection.
-    """
-
-    query: Pattern
-    key: Pattern
-
-    def choose(self, scores: Pair, known_finite: bool = False) -> Pair:
-        """Turn scores into masks (True = keep).
-
-        Args:
-            scores: [heads * head_dim, in_features] for each; the lowest are dropped.
-            known_finite: as for `keep_masks`.
-        """
-        patterns = {"query": self.query, "key": self.key}
-        query, key = keep_masks({"query": scores[0], "key": scores[1]}, patterns, known_finite=known_finite).values()
-        return query, key
-
-    @property
-    def fixed(self) -> bool:
-        """Whether the masks are fixed."""
-        return isinstance(self.query, FixedMask)
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,7 +98,7 @@ class QueryKeySolution:
         weights: zero where not kept.
         starts: the weights of Wanda and SparseGPT, by name.
         errors: relative held-out error of the result (key "") and of each start.
-        histories: relative training error at each gradient step, by stage (the mode, and `refit`).
+        losses: relative training error at each gradient step, if there were any.
         fell_back: whether a start was better than the mode's result.
     """
 
@@ -108,7 +106,7 @@ class QueryKeySolution:
     weights: Pair
     starts: Mapping[str, Pair]
     errors: Mapping[str, float]
-    histories: Mapping[str, tuple[float, ...]]
+    losses: tuple[float, ...]
     fell_back: bool
 
 
@@ -118,40 +116,34 @@ def solve(layer: QueryKeyLayer, budget: Budget, options: AttnPruneOptions) -> Qu
     Args:
         layer: inputs, dense weights and loss.
         budget: what to keep.
-        options: mode and steps. Fixed masks are always reconstructed in closed form.
+        options: the mode. Fixed masks are always reconstructed in closed form.
 
     Raises:
         NotPositiveDefiniteError: when the inputs' Hessian cannot be factored for SparseGPT's start.
     """
     starts = {
-        "wanda": baselines.wanda(layer.dense, layer.inputs, budget.choose),
-        "sparsegpt": _sparsegpt(layer, budget),
+        "wanda": baselines.wanda(layer.dense, layer.inputs, budget),
+        "sparsegpt": baselines.sparsegpt(layer.dense, layer.inputs, budget),
     }
     in_closed_form = budget.fixed or options.mode == "gauss-newton"
     if in_closed_form:
         *started, ours = judge(layer, [*starts.values(), closed_form(layer, budget)])
     else:
         started = judge(layer, list(starts.values()))
-        ours = mask(layer, budget, regularization=options.regularization, steps=options.steps)
+        ours = mask(layer, budget, regularization=options.regularization)
     best_start = min(started, key=lambda t: t.error)
-    damping = layer.damping
+    damping = DAMPING
     if ours.error > best_start.error and in_closed_form:
         layer.problem.forget()
-    while ours.error > best_start.error and in_closed_form and damping < _MOST_DAMPING:
+    while ours.error > best_start.error and in_closed_form and damping < MOST_DAMPING:
         # With little text the curvature is inaccurate and needs more damping.
-        damping = min(10.0 * damping, _MOST_DAMPING)
+        damping = min(10.0 * damping, MOST_DAMPING)
         again = judge(layer, [closed_form(layer, budget, layer.problem.damped(damping))])
         ours = min(ours, *again, key=lambda t: t.error)
     best = ours if ours.error <= best_start.error else best_start  # NaN never wins
-    histories: dict[str, tuple[float, ...]] = {options.mode: ours.losses} if ours.losses else {}
-    fell_back = best is best_start
-    if options.refit:
-        best = training.refit(layer.loss, layer.text, layer.dense, best, steps=options.refit)
-        histories["refit"] = best.losses
     errors = {"": best.error, **{name: start.error for name, start in zip(starts, started, strict=True)}}
-    return QueryKeySolution(
-        best.keeps, best.weights, {n: w for n, (_, w) in starts.items()}, errors, histories, fell_back
-    )
+    weights = {name: weight for name, (_, weight) in starts.items()}
+    return QueryKeySolution(best.keeps, best.weights, weights, errors, ours.losses, fell_back=best is best_start)
 
 
 def closed_form(layer: QueryKeyLayer, budget: Budget, problem: KroneckerProblem | None = None) -> tuple[Pair, Pair]:
@@ -173,18 +165,21 @@ def closed_form(layer: QueryKeyLayer, budget: Budget, problem: KroneckerProblem 
     return _by_row(keeps), _by_row(weights)
 
 
-def mask(layer: QueryKeyLayer, budget: Budget, *, regularization: float | None, steps: int) -> Candidate:
+def mask(layer: QueryKeyLayer, budget: Budget, *, regularization: float | None = None) -> Candidate:
     """Learn masks as published, without changing kept weights.
 
     Without a lambda, masks are learned to the end for each of `REGULARIZATIONS` and the best by held-out error is
     taken: too large a lambda is ahead early on.
     """
-    tried: list[Candidate] = []
+    loss, tried = layer.loss, []
+    assert isinstance(loss, MatrixLoss)  # noqa: S101 - as the options say
+
+    def gradients(x: Tensor, pruned: Sequence[Tensor]) -> tuple[Tensor, Pair]:
+        return loss.gradients(x, layer.dense, (pruned[0], pruned[1]))
+
     for value in REGULARIZATIONS if regularization is None else (regularization,):
-        relaxed, losses = training.learn_masks(
-            layer.loss, layer.text.train, layer.dense, regularization=value, steps=steps
-        )
-        keeps = budget.choose(ranked(relaxed, layer.inputs, layer.dense))
+        relaxed, losses = learn_masks(gradients, layer.text.train, layer.dense, regularization=value)
+        keeps = budget.choose(ranked((relaxed[0], relaxed[1]), layer.inputs, layer.dense))
         masked = (layer.dense[0] * keeps[0], layer.dense[1] * keeps[1])
         tried.append(replace(judge(layer, [(keeps, masked)])[0], losses=losses))
     return min(tried, key=lambda t: t.error)
@@ -209,12 +204,6 @@ def ranked(masks: Pair, inputs: InputStatistics, weights: Pair) -> Pair:
     # Below the spacing of float32 values up to one, so that it only orders ties.
     query, key = (m.double() + s / largest * 2.0**-40 for m, s in zip(masks, second, strict=True))
     return query, key
-
-
-def _sparsegpt(layer: QueryKeyLayer, budget: Budget) -> tuple[Pair, Pair]:
-    if isinstance(budget.query, NM) and isinstance(budget.key, NM):
-        return baselines.sparsegpt_nm(layer.dense, layer.inputs, (budget.query, budget.key))
-    return baselines.sparsegpt(layer.dense, layer.inputs, budget.choose, budget.query.sparsity)
 
 
 def _by_row(pair: Sequence[Tensor]) -> Pair:

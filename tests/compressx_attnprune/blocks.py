@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compressx import Block, Linear
+from compressx import Block, Linear, find_projections
 from compressx.api.pruner import BlockCall
 from compressx.testing import TINY_CONFIGS, tiny_tokens
-from compressx_attnprune.layer import find_projections
 
 _LLAMA = TINY_CONFIGS["llama"][1]
 _FALCON = TINY_CONFIGS["falcon"][1]

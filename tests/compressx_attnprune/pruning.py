@@ -17,6 +17,8 @@ from compressx_attnprune import plugin
 
 SPEC = plugin.compressx_pruners()[0]
 MODES = ("gauss-newton", "mask")
+OF_MODE: dict[str, dict[str, Any]] = {"gauss-newton": {}, "mask": {"mode": "mask", "objective": "attention-matrix"}}
+"""The options of a mode."""
 OBJECTIVES = {"attention-matrix": "attention_error", "attention-output": "output_error"}
 PATTERNS: list[Pattern] = [
     Unstructured(0.637, "joint"), Unstructured(0.637, "layer"), Unstructured(0.637, "row"), NM(2, 4)
@@ -25,11 +27,6 @@ HALF = Unstructured(0.5, "joint")
 SEQUENCES = 16
 HELD_OUT = 2
 """How many of them are held out: an eighth."""
-
-
-def few_steps(mode: str, steps: int) -> dict[str, int]:
-    """Return the options of so many steps, in the modes that take any."""
-    return {} if mode == "gauss-newton" else {"steps": steps}
 
 
 def observed(recorded: blocks.Recorded, pruner: Any) -> dict[str, Observed]:
@@ -51,7 +48,7 @@ def asked(
 def prune(
     recorded: blocks.Recorded, pattern: Pattern | Mapping[str, Pattern], **options: Any
 ) -> dict[str, PruneResult]:
-    pruner = SPEC.build(SPEC.options(**few_steps(options.get("mode", "gauss-newton"), 5), **options))
+    pruner = SPEC.build(SPEC.options(**options))
     patterns = pattern if isinstance(pattern, Mapping) else dict.fromkeys(blocks.targets(recorded.block), pattern)
     return asked(pruner, recorded.block, patterns, observed(recorded, pruner))
 

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from compressx import NM, Block, FixedMask, Linear, Pattern, Pruner, PruneResult, Unstructured, keep_masks
+from compressx import NM, Block, FixedMask, Linear, Pattern, Pruner, PruneResult, Unstructured
 from compressx.blocks.contract import answer_of
 from compressx.blocks.observe import Observed
 from compressx.pruners.sparsegpt import SparseGPT, SparseGPTOptions
 from compressx.pruners.wanda import Wanda
 from compressx_attnprune import baselines
 from compressx_attnprune.attention import Pair
-from compressx_attnprune.baselines import InputStatistics
+from compressx_attnprune.baselines import Budget, InputStatistics
 
 WIDTH = 160  # more than one column block of the sweep
 OUT = (24, 12)
@@ -37,16 +36,6 @@ def weights() -> Pair:
     return torch.randn(OUT[0], WIDTH, generator=generator), 0.4 * torch.randn(OUT[1], WIDTH, generator=generator)
 
 
-def by(query: Pattern, key: Pattern | None = None) -> Callable[[Pair], Pair]:
-    """Return what turns scores into masks of the patterns, as the solver's budget does."""
-
-    def choose(scores: Pair) -> Pair:
-        masks = keep_masks({"q": scores[0], "k": scores[1]}, {"q": query, "k": key or query})
-        return masks["q"], masks["k"]
-
-    return choose
-
-
 def prune(pruner: Pruner, weights: Pair, x: Tensor, patterns: tuple[Pattern, Pattern]) -> list[PruneResult]:
     """Let one of the host's pruners prune both weights as linears of a block."""
     linears = {}
@@ -65,7 +54,7 @@ def prune(pruner: Pruner, weights: Pair, x: Tensor, patterns: tuple[Pattern, Pat
 
 @pytest.mark.parametrize("pattern", ROW_PATTERNS, ids=str)
 def test_wanda_is_the_hosts_where_rows_or_groups_have_their_own_budget(pattern: Pattern, x: Tensor, weights: Pair):
-    keeps, pruned = baselines.wanda(weights, InputStatistics(x), by(pattern))
+    keeps, pruned = baselines.wanda(weights, InputStatistics(x), Budget(pattern, pattern))
     for host, keep, weight, dense in zip(
         prune(Wanda(), weights, x, (pattern, pattern)), keeps, pruned, weights, strict=True
     ):
@@ -81,12 +70,10 @@ def given_masks() -> tuple[FixedMask, FixedMask]:
 
 def like_sparsegpt(weights: Pair, x: Tensor, patterns: tuple[Pattern, Pattern]) -> tuple[Pair, Pair]:
     """Prune both weights by whichever of our functions is for the patterns."""
-    if isinstance(patterns[0], NM):
-        return baselines.sparsegpt_nm(weights, InputStatistics(x), patterns)
     if isinstance(patterns[0], Unstructured) and patterns[0].group == "layer":
         by_weight = [baselines.sparsegpt_rows(w, InputStatistics(x), p) for w, p in zip(weights, patterns, strict=True)]
         return tuple(zip(*by_weight, strict=True))
-    return baselines.sparsegpt(weights, InputStatistics(x), by(*patterns), patterns[0].sparsity)
+    return baselines.sparsegpt(weights, InputStatistics(x), Budget(*patterns))
 
 
 @pytest.mark.parametrize(
@@ -108,9 +95,12 @@ def test_features_that_never_fire_are_dropped_first_as_by_the_hosts_pruners(x: T
     x[..., 5::20] = 0.0
     pattern = Unstructured(0.25, "row")
     for keeps, host in (
-        (baselines.wanda(weights, InputStatistics(x), by(pattern))[0], prune(Wanda(), weights, x, (pattern, pattern))),
         (
-            baselines.sparsegpt(weights, InputStatistics(x), by(pattern), 0.25)[0],
+            baselines.wanda(weights, InputStatistics(x), Budget(pattern, pattern))[0],
+            prune(Wanda(), weights, x, (pattern, pattern)),
+        ),
+        (
+            baselines.sparsegpt(weights, InputStatistics(x), Budget(pattern, pattern))[0],
             prune(SparseGPT(SparseGPTOptions()), weights, x, (pattern, pattern)),
         ),
     ):
@@ -121,8 +111,8 @@ def test_features_that_never_fire_are_dropped_first_as_by_the_hosts_pruners(x: T
 
 
 METHODS = {
-    "wanda": lambda w, x, pattern: baselines.wanda(w, InputStatistics(x), by(pattern)),
-    "sparsegpt": lambda w, x, pattern: baselines.sparsegpt(w, InputStatistics(x), by(pattern), pattern.sparsity),
+    "wanda": lambda w, x, pattern: baselines.wanda(w, InputStatistics(x), Budget(pattern, pattern)),
+    "sparsegpt": lambda w, x, pattern: baselines.sparsegpt(w, InputStatistics(x), Budget(pattern, pattern)),
 }
 
 

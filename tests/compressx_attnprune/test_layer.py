@@ -311,7 +311,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_rows_of_a_fused_weight_are_told_apart_and_each_has_one_role(layout: str):
     recorded = blocks.record(layout)
-    projections = layer.find_projections(recorded.block)
+    projections = layer.projections_of(recorded.block)
     (name,) = blocks.targets(recorded.block)
     assert projections.fused
     expected = split_by_hand(LAYOUTS[layout], recorded.block.linears[name].module(recorded.x))
@@ -326,7 +326,7 @@ def test_the_rows_of_a_fused_weight_are_told_apart_and_each_has_one_role(layout:
 
 def test_separate_projections_have_all_their_rows():
     block = blocks.skeleton("qwen2")
-    found = layer.find_projections(block)
+    found = layer.projections_of(block)
     assert not found.fused
     ends = [x.name.rpartition(".")[2] for x in (found.query, found.key, found.value, found.output)]
     assert ends == ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -337,14 +337,14 @@ def test_separate_projections_have_all_their_rows():
 def test_a_query_projection_of_twice_the_size_holds_queries_and_gates_head_by_head():
     """Gates may also have a projection of their own."""
     recorded = blocks.record("qwen3.5")
-    found = layer.find_projections(recorded.block)
+    found = layer.projections_of(recorded.block)
     assert not found.fused
     assert found.gate is not None
     outputs = recorded.block.linears[found.query.name].module(recorded.x).unflatten(-1, (4, 2, 16))
     for rows, part in ((found.query, outputs[..., 0, :]), (found.gate, outputs[..., 1, :])):
         assert rows.name.endswith("q_proj")
         torch.testing.assert_close(torch.nn.functional.linear(recorded.x, rows.weight, rows.bias), part.flatten(-2))
-    found = layer.find_projections(blocks.skeleton("afmoe"))
+    found = layer.projections_of(blocks.skeleton("afmoe"))
     assert found.gate is not None
     assert found.gate.name == "model.layers.1.self_attn.gate_proj"
     assert (found.query.index, found.gate.index) == (None, None)

@@ -59,7 +59,7 @@ def write_plugin(name: str, body: str) -> None:
 FULL_SIZE = "files are as large as the dense model's: compressx pack "
 PACKED = (
     "{} makes them smaller; for a smaller model, set shrink: true and prune units: neurons (magnitude, wanda, ziplm), "
-    "kv-groups (attnprune, magnitude, wanda, ziplm), experts (reap), blocks (depth)"
+    "kv-groups (magnitude, wanda, ziplm), experts (reap), blocks (depth)"
 )
 
 # --- mistakes: each one clear message, and nothing written

@@ -425,7 +425,7 @@ def test_what_a_pruner_raises_while_planning_names_rule_and_pruner(broken, compl
 
 @pytest.mark.parametrize(
     ("pruner", "options"),
-    [("attnprune", "mode: mask")],
+    [("attnprune", "mode: mask, objective: attention-matrix")],
 )
 def test_options_of_selecting_are_refused_where_the_mask_is_given(pruner: str, options: str, refusal: Any) -> None:
     targets = '["*.q_proj", "*.k_proj"]' if pruner == "attnprune" else '["*"]'

@@ -149,18 +149,6 @@ def test_units_of_another_kind_a_model_without_them_and_a_single_group_are_refus
     assert "drops none of the 1 kv-groups of model.layers.0.self_attn; a block keeps at least one" in said
 
 
-@pytest.mark.parametrize("key", ["pruner", "reconstruct"])
-def test_options_that_do_not_go_with_units_are_refused_at_the_rule(key):
-    idle = {"objective": "attention-matrix"}
-    whole = {"targets": ["*_proj"], "pattern": "kv-groups", "sparsity": 0.5}
-    given = {**whole, "pruner": "attnprune", "options": idle}
-    if key == "reconstruct":
-        given = {**whole, "pruner": "wanda", "reconstruct": {"pruner": "attnprune", "options": idle}}
-    said = refusal(RecipeError, given)
-    assert "objective: attention-matrix has no effect on kv-groups" in said
-    assert ("prune[0].reconstruct" if key == "reconstruct" else "prune[0]") in said
-
-
 @pytest.mark.parametrize("pattern", ["experts", "blocks"])
 def test_an_allocation_does_not_go_with_experts_and_blocks(pattern):
     open_rule = {key: value for key, value in rule(pattern=pattern).items() if key != "sparsity"}
