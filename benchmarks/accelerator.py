@@ -35,7 +35,6 @@ import compressx
 import two_four
 from compressx.masks.maskset import MaskSet
 from compressx.models.access import device_for
-from compressx.report.speeds import Length
 from compressx.runtime.machine import machine
 from compressx.runtime.timing import forget_peaks, peak_resident_bytes, synchronize
 from random_llama import config
@@ -79,16 +78,16 @@ class Size:
     linears: tuple[tuple[int, int], ...]
     tokens: tuple[int, ...]
     blocks: int
-    lengths: tuple[Length, ...]
+    lengths: tuple[tuple[int, int], ...]
     batches: tuple[int, ...]
     whole: bool
 
 
 SIZES = {
-    "tiny": Size(64, 192, 100, 4, 32, "float32", ((64, 64),), (16,), 2, (Length(16, 4),), (1,), whole=False),
+    "tiny": Size(64, 192, 100, 4, 32, "float32", ((64, 64),), (16,), 2, ((16, 4),), (1,), whole=False),
     "llama-3-8b": Size(
         4096, 14336, 1000, 128, 2048, "bfloat16", ((4096, 4096), (14336, 4096), (4096, 14336)), (1, 64, 2048, 16384), 8,
-        (Length(2048, 64),), (1, 16), whole=True,
+        ((2048, 64),), (1, 16), whole=True,
     ),
 }  # fmt: skip
 PARTS = ("agreement", "stages", "block", "2:4", "speed", "model")

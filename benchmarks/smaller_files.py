@@ -58,16 +58,13 @@ def perplexities(file: Path, texts: Mapping[str, str], samples: int, length: int
 
 
 def speeds(files: Sequence[Path], *asked: object) -> list[dict[str, float]]:
-    """Time all files in turn, as `compressx bench` does; ratios are medians of those within a round."""
-    told = compressx("bench", *files, "--engine", "llama.cpp", "--json", *asked)
-    found = []
-    for model in json.loads(told)["models"]:
-        (speed,) = model["speeds"]
-        found.append(
-            {stage: speed[stage]["tokens_per_second"]["median"] for stage in ("prefill", "decode")}
-            | {f"times {stage}": speed[stage]["ratio"]["median"] for stage in ("prefill", "decode")}
-        )
-    return found
+    """Time all files in turn; ratios are medians of those within a round."""
+    told = json.loads(compressx("bench", *files, "--json", *asked))
+    return [
+        {stage: model[stage]["tokens_per_second"]["median"] for stage in told["tokens"]}
+        | {f"times {stage}": model[stage]["ratio"]["median"] for stage in told["tokens"]}
+        for model in told["models"]
+    ]
 
 
 def front(rows: Sequence[Row], cost: str, *, higher: bool, text: str) -> list[Row]:

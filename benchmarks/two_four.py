@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.sparse import SparseSemiStructuredTensor, to_sparse_semi_structured
 
-from compressx.evaluation.speed import timed, vocabulary
+from compressx.evaluation.bench import timed
 from compressx.models.architecture import survey
-from compressx.report.speeds import STAGES, Length, Stage
 from compressx.runtime.errors import UnsupportedModelError
 from compressx.runtime.timing import synchronize
 
@@ -81,9 +80,11 @@ def _by_rows(forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def speeds(
-    device: torch.device, model: Any, lengths: Sequence[Length], batches: Sequence[int]
+    device: torch.device, model: Any, lengths: Sequence[tuple[int, int]], batches: Sequence[int]
 ) -> Iterator[dict[str, Any]]:
     """Yield tokens a second of a model, dense and 2:4, medians of rounds with both in turn.
+
+    Each of `lengths` has the tokens of the prompt and those written after it.
 
     A CPU multiplies the zeros of the 2:4 one like any number.
     """
@@ -93,24 +94,25 @@ def speeds(
     converted = {"dense": 0, "2of4": convert(sparse) if device.type == "cuda" else 0}
     models = {"dense": model, "2of4": sparse}
     for batch in batches:
-        for length in lengths:
-            ids = torch.randint(vocabulary(model), (batch, length.prompt), device=device)
-            rounds: dict[str, list[dict[Stage, float]]] = {name: [] for name in models}
+        for prompt, new in lengths:
+            ids = torch.randint(model.config.vocab_size, (batch, prompt), device=device)
+            tokens = {"prefill": prompt, "decode": new - 1}  # of one sequence
+            rounds: dict[str, list[dict[str, float]]] = {name: [] for name in models}
             for _ in range(1 + ROUNDS):
                 for name, each in models.items():
-                    rounds[name].append(timed(each, ids, length.new)[0])
+                    rounds[name].append(timed(each, ids, new)[0])
             seconds = {  # the first round loads kernels
-                name: {stage: [x[stage] for x in found[1:]] for stage in STAGES} for name, found in rounds.items()
+                name: {stage: [x[stage] for x in found[1:]] for stage in tokens} for name, found in rounds.items()
             }
             for name, took in seconds.items():
                 yield {
-                    "model": name, "converted": converted[name], "batch": batch, "prompt + new": str(length),
+                    "model": name, "converted": converted[name], "batch": batch, "prompt + new": f"{prompt} + {new}",
                     "bytes of weights": sum(map(_bytes, models[name].parameters())),
-                    **{f"{stage}, tokens/s": batch * length.tokens(stage) / statistics.median(took[stage])
-                       for stage in STAGES},
+                    **{f"{stage}, tokens/s": batch * tokens[stage] / statistics.median(took[stage])
+                       for stage in tokens},
                     **{f"{stage}, x": statistics.median(a / b for a, b in zip(seconds["dense"][stage], took[stage],
                                                                             strict=True))
-                       for stage in STAGES},
+                       for stage in tokens},
                 }  # fmt: skip
 
 

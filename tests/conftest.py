@@ -131,7 +131,7 @@ def _same_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every machine multiply all dtypes alike, so that `compute_dtype: auto` keeps that of the weights."""
     from compressx.runtime import machine
 
-    alike = machine.Rates(dict.fromkeys(("float32", "bfloat16", "float16"), 1e9), 1e9)
+    alike = machine.Rates(dict.fromkeys(("float32", "bfloat16", "float16"), 1e9))
     monkeypatch.setattr(machine, "_measured", lambda _: alike)
 
 

@@ -14,7 +14,6 @@ import torch
 
 from compressx.masks.inspect import fits_two_four
 from compressx.models.architecture import survey
-from compressx.report.speeds import Length
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +122,7 @@ def test_the_two_four_model_is_two_four_and_the_other_is_dense(
 
     monkeypatch.setattr(program.two_four, "timed", noted)
     model = program.model_of(program.SIZES["tiny"], torch.device("cpu"), 2)
-    list(program.two_four.speeds(torch.device("cpu"), model, (Length(16, 4),), (1,)))
+    list(program.two_four.speeds(torch.device("cpu"), model, ((16, 4),), (1,)))
     dense, sparse = seen.values()
     assert dense is model
     assert not any(fits_two_four(x.weight == 0) for x in survey(dense).linears.values())

@@ -18,6 +18,7 @@ from compressx.cli.common import (
     Host,
     base_option,
     device_option,
+    dtype_option,
     errors_for_users,
     model_options,
     plugin_names,
@@ -287,73 +288,37 @@ def _flag(*loc: object) -> str:
     return f"--{key}"
 
 
-@click.command(epilog="Example: compressx bench ./my-model runs/one --prompt-tokens 128,512 --output speed")
+@click.command(epilog="Example: compressx bench ./my-model runs/one --rounds 7 --threads 2")
 @click.argument("models", nargs=-1, required=True, metavar="MODEL...")
-@click.option("--prompt-tokens", "prompts", multiple=True, metavar="N,N...",
-              help="Of the prompt. Default: 512, or what the model's positions leave.")  # fmt: skip
-@click.option("--new-tokens", "news", multiple=True, default=["64"], show_default=True, metavar="N,N...",
-              help="Written after it, exactly: an end of text does not stop them.")  # fmt: skip
-@click.option("--batch", type=int, default=1, show_default=True, help="Sequences at a time.")
-@click.option("--rounds", type=int, default=5, show_default=True, help="Rounds that count; one before them does not.")
-@click.option("--threads", type=int, help="Threads on the CPU; by default torch's choice.")
-@click.option("--engine", type=click.Choice(["torch", "llama.cpp"], case_sensitive=False), default="torch",
-              show_default=True,
-              help="What runs the models; llama.cpp takes .gguf files, and needs compressx[llama-cpp].")  # fmt: skip
-@click.option("-o", "--output", type=PATH, help="Folder for bench.md, bench.json and bench.svg.")
-@model_options
+@click.option("--prompt-tokens", "prompt", type=click.IntRange(1), default=512, show_default=True,
+              help="Of the prompt.")  # fmt: skip
+@click.option("--new-tokens", "new", type=click.IntRange(2), default=64, show_default=True,
+              help="Written after it; an end of text does not stop them.")  # fmt: skip
+@click.option("--rounds", type=click.IntRange(1), default=5, show_default=True,
+              help="Rounds that count; one before them does not.")  # fmt: skip
+@click.option("--threads", type=click.IntRange(1), help="Threads on the CPU; by default torch's choice.")
+@dtype_option
+@trust_option
 @device_option
 @click.option("--json", "as_json", is_flag=True, help="Print what was measured as JSON.")
 @errors_for_users
-def bench(
-    models: tuple[str, ...], prompts: tuple[str, ...], news: tuple[str, ...], batch: int, rounds: int,
-    threads: int | None, engine: Any, output: Path | None, base: str | None, device: str,
-    as_json: bool, **found: Any,
-) -> None:  # fmt: skip
-    """Time each MODEL reading prompts (prefill) and writing after them (decode), in turn, round by round.
+def bench(models: tuple[str, ...], dtype: str, trust_remote_code: bool, as_json: bool, **asked: Any) -> None:
+    """Time each MODEL reading a prompt (prefill) and writing after it (decode), in turn, round by round.
 
-    MODEL is an output folder, a model folder, a .gguf file or a hub id; give the dense model first, to which the others
-    are compared. Each is loaded in a process of its own, so memory is measured for each.
+    MODEL is an output folder, a model folder, a hub id, or a .gguf file, which llama.cpp runs; give the dense model
+    first, to which the others are compared.
     """
     from compressx.cli import terminal
-    from compressx.evaluation.bench import BenchSettings
-    from compressx.evaluation.bench import bench as timed
+    from compressx.evaluation.bench import time_in_turn
     from compressx.evaluation.saved import source_of
-    from compressx.models.packed_folder import needs_base
-    from compressx.report.speeds import Length
-    from compressx.runtime.files import os_errors_named
 
-    read, written = _numbers("--prompt-tokens", prompts or ("512",)), _numbers("--new-tokens", news)
-    lengths = [Length(p, n) for p in read for n in written]
-    fit = not prompts
-    asked = BenchSettings(tuple(lengths), batch, rounds, device, threads, fit, engine)
-    asked.check()
-    if output is not None:
-        with os_errors_named("write", output):  # before the minutes that timing takes
-            output.mkdir(parents=True, exist_ok=True)
-    differing = [m for m in models if base is not None and needs_base(m)] or models  # if none does, all refuse it
-    sources = [source_of(m, base=base if m in differing else None, **found) for m in models]
+    sources = [source_of(model, dtype=dtype, trust_remote_code=trust_remote_code) for model in models]
     with terminal.under_way() as tell:
-        speeds = timed(sources, asked, progress=tell)
+        speeds = time_in_turn(sources, **asked, progress=tell)
     if as_json:
         click.echo(json_text(speeds.to_dict(), indent=1))
     else:
         terminal.show(*speeds.sections())
-    files = [] if output is None else speeds.write(output)  # last, so that no figure is lost if it fails
-    if files and not as_json:
-        click.echo(f"written to {', '.join(map(str, files))}")
-
-
-def _numbers(option: str, given: tuple[str, ...]) -> list[int]:
-    """Read whole numbers, separated by commas or given one by one; equal ones count once."""
-    from compressx.runtime.errors import RecipeError
-
-    words = [word.strip() for text in given for word in text.split(",")]
-    for word in words:
-        if not word.isdecimal():
-            raise RecipeError(
-                f"{option} {','.join(given)}: {word!r} is no whole number; expected as in {option} 128,512"
-            )
-    return list(dict.fromkeys(map(int, words)))
 
 
 @click.command(epilog="Example: compressx export runs/one --like recipe.yaml --type Q8_0 -o one.gguf")

@@ -14,8 +14,7 @@ from compressx.api.patterns import UNIT_KINDS
 from compressx.masks.inspect import AS_BASE, sparsity_of
 from compressx.planning.make import who_prunes
 from compressx.report import plots
-from compressx.report.section import Column, Section, Value, count_of, estimates, table
-from compressx.report.speeds import Spread
+from compressx.report.section import Column, Section, Spread, Value, count_of, estimates, table
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -1,281 +1,212 @@
-"""Time models in turn, each in a process of its own, and compare them with the first."""
+"""Time models in turn: reading a prompt (prefill), and writing after it (decode).
+
+Transformers models run in torch, GGUF files in llama.cpp. All are in memory at once.
+"""
 
 from __future__ import annotations
 
-import dataclasses
-import importlib.util
-import json
-import logging
-import signal
-import subprocess
-import sys
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+import inspect
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, TypeAlias
 
-from compressx.evaluation.speed import Engine, Task, vocabulary
-from compressx.models import gguf_header
+import psutil
+import torch
+from torch import Tensor
+
 from compressx.models.access import Device, device_for
 from compressx.models.architecture import text_config
-from compressx.models.checkpoint import Checkpoint, find_checkpoint, find_local, local_folder
-from compressx.models.generate import check_positions, check_room
-from compressx.models.loading import load_skeleton
-from compressx.models.packed_folder import is_packed, sizes_of
-from compressx.models.shards import files_of
+from compressx.models.checkpoint import Checkpoint, find_checkpoint
+from compressx.models.generate import check_room
+from compressx.models.loading import load_model, load_skeleton
 from compressx.recipe.sources import ModelSource
-from compressx.report.speeds import STAGES, Bench, Length, ModelSpeed, Stage
-from compressx.runtime import errors
-from compressx.runtime.errors import CompressxError, OutOfMemoryError, RecipeError, UnsupportedModelError
-from compressx.runtime.machine import rates
+from compressx.report.section import Column, Section, Spread, table
+from compressx.runtime.errors import RecipeError, UnsupportedModelError, one_line
+from compressx.runtime.machine import machine
+from compressx.runtime.timing import synchronize
 
-_log = logging.getLogger(__name__)
-
-Progress: TypeAlias = Callable[[str], None]
-"""Called with what is under way."""
-
-
-class Worker(Protocol):
-    """What has loaded a model and times it when asked."""
-
-    def answer(self) -> dict[str, Any]:
-        """Return the next answer of `compressx.evaluation.speed`."""
-
-    def ask(self, request: Mapping[str, int]) -> None:
-        """Ask for a timing."""
-
-
-Start: TypeAlias = Callable[[Task], AbstractContextManager[Worker]]
+Timer: TypeAlias = Callable[[], dict[str, float]]
+"""Reads the prompt and writes after it once, and returns the seconds of `prefill` and `decode`."""
 
 
 @dataclass(frozen=True)
-class BenchSettings:
-    """What is measured of every model.
+class Speeds:
+    """What was measured.
 
     Attributes:
-        lengths: of prompts and of what is written after them.
-        fit: shorten the prompts to what the positions of all models leave.
-        engine: what runs the models; llama.cpp takes GGUF files, and one sequence at a time.
-        batch: sequences at a time.
-        rounds: that count, at least 1; one before them does not.
-        device: where the models run.
-        threads: of torch on the CPU; None: its own choice.
+        machine: what the models ran on, in words.
+        tokens: of one sequence in each stage. The first new token belongs to `prefill`.
+        names: of the models, in the order given.
+        seconds: of each model by stage, one value for each round.
     """
 
-    lengths: tuple[Length, ...]
-    batch: int = 1
-    rounds: int = 5
-    device: Device = "auto"
-    threads: int | None = None
-    fit: bool = False
-    engine: Engine = "torch"
+    machine: str
+    tokens: dict[str, int]
+    names: list[str]
+    seconds: list[dict[str, list[float]]]
 
-    def check(self) -> None:
-        """Refuse what cannot be measured.
+    def rate(self, model: int, stage: str) -> Spread:
+        """Return tokens per second."""
+        return Spread.of([self.tokens[stage] / s for s in self.seconds[model][stage]])
 
-        Raises:
-            RecipeError: a number that is too small. The message names the command's option.
-        """
-        least = {"--prompt-tokens": (min((x.prompt for x in self.lengths), default=0), 1), "--batch": (self.batch, 1),
-                 "--new-tokens": (min((x.new for x in self.lengths), default=0), 2), "--rounds": (self.rounds, 1),
-                 "--threads": (1 if self.threads is None else self.threads, 1)}  # fmt: skip
-        for option, (value, minimum) in least.items():
-            if value < minimum:
-                why = "; the first new token belongs to prefill" if option == "--new-tokens" else ""
-                raise RecipeError(f"{option} {value}: expected at least {minimum}{why}")
-        if self.engine == "torch":
-            return
-        if self.batch > 1 or self.device not in {"auto", "cpu"}:
-            raise RecipeError(
-                "--engine llama.cpp times one sequence at a time on the CPU; leave out --batch and --device"
-            )
-        if importlib.util.find_spec("xllamacpp") is None:
-            raise RecipeError(
-                "llama.cpp is run by the package xllamacpp; install it by pip install 'compressx[llama-cpp]'"
-            )
+    def ratio(self, model: int, stage: str) -> Spread:
+        """Return how many times as fast as the first model it was, each round compared with its own."""
+        return Spread.of([a / b for a, b in zip(self.seconds[0][stage], self.seconds[model][stage], strict=True)])
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data, for JSON."""
+        models = [
+            {"name": name, **{
+                stage: {"tokens_per_second": asdict(self.rate(i, stage)), "ratio": asdict(self.ratio(i, stage)),
+                        "seconds": self.seconds[i][stage]}
+                for stage in self.tokens
+            }}
+            for i, name in enumerate(self.names)
+        ]  # fmt: skip
+        return {"machine": self.machine, "tokens": self.tokens, "models": models}
 
-class Process:
-    """A process that times one model: `python -m compressx.evaluation.speed`."""
-
-    def __init__(self, task: Task) -> None:
-        self._name = task.name
-        self.process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "compressx.evaluation.speed"],  # -P: do not import from the working directory
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8",
-            start_new_session=True,  # Ctrl-C is for the process that waits, which ends this one
-        )  # fmt: skip
-        self._say(dataclasses.asdict(task))
-
-    def ask(self, request: Mapping[str, int]) -> None:
-        """Ask for a timing."""
-        self._say(request)
-
-    def answer(self) -> dict[str, Any]:
-        """Return the next answer.
-
-        Raises:
-            CompressxError: of the class that it was there; or the process was ended by a signal.
-            RuntimeError: a bug, whose traceback the process has printed.
-        """
-        assert self.process.stdout is not None  # noqa: S101 - a pipe
-        line = self.process.stdout.readline()
-        if not line:
-            raise _death(self._name, self.process.wait())
-        found: dict[str, Any] = json.loads(line)
-        if "error" in found:
-            raise getattr(errors, found["error"])(found["message"])
-        return found
-
-    def _say(self, what: Mapping[str, Any]) -> None:
-        assert self.process.stdin is not None  # noqa: S101 - a pipe
-        try:
-            self.process.stdin.write(json.dumps(what) + "\n")
-            self.process.stdin.flush()
-        except OSError:  # it has ended: `answer` says why
-            return
-
-
-def _death(name: str, status: int) -> Exception:
-    """Return the error of a process that ended without an answer."""
-    ended_by = signal.Signals(-status).name if status < 0 else ""
-    if ended_by == "SIGKILL":
-        return OutOfMemoryError(
-            f"{name}: its process was killed (SIGKILL), as Linux does when memory runs out; give a smaller --batch or "
-            "--prompt-tokens, or fewer models at a time, since all are in memory"
+    def sections(self) -> Iterator[Section]:
+        """Yield a table with a row for each model, and which of its ratios say nothing."""
+        several = len(self.names) > 1
+        rows, doubtful = [], []
+        for i, name in enumerate(self.names):
+            rows.append([name])
+            for stage in self.tokens:
+                rate, ratio = self.rate(i, stage), self.ratio(i, stage)
+                rows[-1] += [f"{rate:,.0f}" if rate.median >= 100 else f"{rate:.1f}", f"{ratio:.2f}" if several else ""]
+                doubtful += [f"{name}, {stage}"] if ratio.least < 1 < ratio.most else []
+        columns = [c for s in self.tokens for c in (Column(f"{s}, tokens/s", "s"), Column("x", "s"))]
+        note = (
+            f"{self.machine}. Prefill of {self.tokens['prefill']} tokens, decode of {self.tokens['decode']} after the "
+            f"first. Medians of {len(self.seconds[0]['prefill'])} rounds (least to most), the models in turn, after "
+            "a round that does not count."
         )
-    if ended_by:
-        return CompressxError(
-            f"{name}: its process was ended by {ended_by} while it was loaded or timed; time it "
-            "alone to see whether it is this model, or its device"
-        )
-    return RuntimeError(f"{name}: its process ended with exit status {status} and no answer; its message is above")
+        if several:
+            note += f" x: times as fast as {self.names[0]}, the median of the ratios within a round."
+        if doubtful:
+            note += (
+                f" Of {'; '.join(doubtful)} the rounds do not agree on which model is faster, so x says nothing; "
+                "repeat it on an idle machine, with more --rounds."
+            )
+        yield Section("Speed", note, table(["model", *columns], rows))
 
 
-@contextmanager
-def process(task: Task) -> Iterator[Process]:
-    """Start a process, and end it when the block ends."""
-    started = Process(task)
-    try:
-        yield started
-    finally:
-        started.process.kill()  # it holds nothing but memory
-        with suppress(BrokenPipeError), started.process:  # closes the pipes and waits
-            pass
+def time_in_turn(
+    sources: Sequence[ModelSource], prompt: int, new: int, rounds: int, *, device: Device = "auto",
+    threads: int | None = None, progress: Callable[[str], None] = lambda _: None,
+) -> Speeds:  # fmt: skip
+    """Time models in turn, in every round one after the other, so that what slows the machine slows all of them.
 
-
-def bench(
-    sources: Sequence[ModelSource], asked: BenchSettings, *, start: Start = process, progress: Progress = lambda _: None
-) -> Bench:
-    """Time models in turn: in every round and for every length one model after the other.
-
-    So what slows the machine for a while slows all of them. All are in memory at once.
+    Args:
+        sources: the first is the one that the others are compared with.
+        prompt: tokens of the prompt, random ones.
+        new: tokens written after it, at least 2; an end of text does not stop them.
+        rounds: that count; one before them, which loads kernels and fills caches, does not.
+        device: where torch runs; llama.cpp runs on the CPU.
+        threads: on the CPU; None: torch's own choice, and the number of cores for llama.cpp.
+        progress: called with what is under way.
 
     Raises:
         CompressxError: an error that the user can fix.
     """
-    asked.check()
-    device = device_for("cpu" if asked.engine == "llama.cpp" else asked.device)
-    names = _names(sources)
-    checkpoints = [find_checkpoint(source) for source in sources]
-    limits = [_limits(name, checkpoint, asked.engine) for name, checkpoint in zip(names, checkpoints, strict=True)]
-    asked, below = _fitted(asked, names, [x[0] for x in limits]), [x[1] for x in limits]
-    room = max(x.prompt + x.new for x in asked.lengths)
-    tasks = [
-        Task(name, checkpoint, str(device), asked.threads, asked.batch, min(below), asked.engine, room)
-        for name, checkpoint in zip(names, checkpoints, strict=True)
-    ]
-    with ExitStack() as stack:
-        workers = [stack.enter_context(start(task)) for task in tasks]
-        progress(f"loading {', '.join(names)}")
-        loaded = [worker.answer() for worker in workers]
-        seconds = _rounds(workers, names, asked, loaded, progress)
-    models = [
-        ModelSpeed(name=name, seconds=measured, file_bytes=file_bytes(source, checkpoint), **found)
-        for name, measured, found, source, checkpoint in zip(names, seconds, loaded, sources, checkpoints, strict=True)
-    ]
-    return Bench(tuple(models), asked.batch, min(below), rates(device).copy)
+    where = device_for(device)
+    if threads is not None:
+        torch.set_num_threads(threads)
+    names = [str(source.path or source.id or source.package) for source in sources]
+    checkpoints, ids = [find_checkpoint(source) for source in sources], []
+    for name, checkpoint in zip(names, checkpoints, strict=True):
+        skeleton = load_skeleton(checkpoint)
+        check_room(skeleton, prompt, new, f"{name}: --prompt-tokens {prompt}, --new-tokens {new}")
+        vocabulary = int(text_config(skeleton).vocab_size)
+        ids.append(torch.randint(vocabulary, (1, prompt), generator=torch.Generator().manual_seed(0)))
+    timers: list[Timer] = []
+    for name, checkpoint, tokens in zip(names, checkpoints, ids, strict=True):
+        progress(f"loading {name}")
+        if checkpoint.gguf_file is None:
+            timers.append(_in_torch(checkpoint, tokens.to(where), new))
+        else:
+            timers.append(_in_llama_cpp(name, checkpoint, tokens, new, threads))
+    seconds: list[dict[str, list[float]]] = [{"prefill": [], "decode": []} for _ in timers]
+    for turn in range(1 + rounds):
+        for name, timer, measured in zip(names, timers, seconds, strict=True):
+            progress(f"round {turn} of {rounds}: {name}")
+            for stage, took in timer().items():
+                measured[stage] += [took] if turn else []
+    return Speeds(machine(where), {"prefill": prompt, "decode": new - 1}, names, seconds)
 
 
-def _limits(name: str, checkpoint: Checkpoint, engine: Engine) -> tuple[int | None, int]:
-    """Return the number of a model's positions, None if it is not limited, and of its token ids.
+def _in_torch(checkpoint: Checkpoint, ids: Tensor, new: int) -> Timer:
+    model = load_model(checkpoint).to(ids.device)
+    return lambda: timed(model, ids, new)[0]
+
+
+@torch.no_grad()
+def timed(
+    model: Any, ids: Tensor, new: int, clock: Callable[[], float] = time.perf_counter
+) -> tuple[dict[str, float], Tensor]:
+    """Write tokens greedily after prompts, with a key/value cache, never stopping early.
+
+    Args:
+        model: a transformers causal language model in evaluation mode.
+        ids: the prompts, int64 [batch, prompt], on the model's device.
+        new: tokens to write, at least 1.
+        clock: seconds.
+
+    Returns:
+        Seconds of `prefill`, up to the first new token, and of `decode`, the other `new - 1`; and the new tokens, int64
+        [batch, new].
 
     Raises:
-        UnsupportedModelError: no causal language model, or for llama.cpp no GGUF file.
+        UnsupportedModelError: the model gives no key/value cache.
     """
-    if engine == "torch":
-        skeleton = load_skeleton(checkpoint)
-        check_room(skeleton, 0, 0, name)
-        return getattr(text_config(skeleton), "max_position_embeddings", None), vocabulary(skeleton)
-    if checkpoint.gguf_file is None:
+    # As `generate`, compute only the last token's logits where the model can.
+    last = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+    synchronize(ids.device)
+    started = clock()
+    step = model(ids, use_cache=True, **last)
+    written = [step.logits[:, -1].argmax(dim=-1, keepdim=True)]  # [batch, 1]
+    synchronize(ids.device)
+    read = clock()
+    if getattr(step, "past_key_values", None) is None:
         raise UnsupportedModelError(
-            f"{name}: --engine llama.cpp reads GGUF files; write one by compressx export {name} --format gguf"
+            f"{type(model).__name__} gives no key/value cache, so its decoding cannot be timed; its forward has to "
+            "take and return past_key_values"
         )
-    values = gguf_header.values_of(checkpoint.file)
-    gguf_header.close(checkpoint.file)
-    tokens = str(values.get("tokenizer.ggml.tokens", "0")).split()[0]
-    return values.get(f"{values['general.architecture']}.context_length"), int(tokens)
+    for _ in range(new - 1):
+        step = model(written[-1], past_key_values=step.past_key_values, use_cache=True, **last)
+        written.append(step.logits[:, -1].argmax(dim=-1, keepdim=True))
+    synchronize(ids.device)
+    return {"prefill": read - started, "decode": clock() - read}, torch.cat(written, dim=1)
 
 
-def _fitted(asked: BenchSettings, names: Sequence[str], limits: Sequence[int | None]) -> BenchSettings:
-    """Shorten prompts that may be shortened to what the models have positions for, and refuse what is too long."""
-    for name, positions in zip(names, limits, strict=True):
-        if asked.fit and positions is not None and any(x.prompt + x.new > positions for x in asked.lengths):
-            shorter = tuple(Length(min(x.prompt, max(1, positions - x.new)), x.new) for x in asked.lengths)
-            _log.warning("timing %s tokens: %s has %d positions", ", ".join(map(str, shorter)), name, positions)
-            asked = dataclasses.replace(asked, lengths=shorter)
-        for x in asked.lengths:
-            check_positions(positions, x.prompt, x.new, f"{name}: --prompt-tokens {x.prompt}, --new-tokens {x.new}")
-    return asked
+def _in_llama_cpp(name: str, checkpoint: Checkpoint, ids: Tensor, new: int, threads: int | None) -> Timer:
+    """Load a GGUF file in llama.cpp, which itself says how long it read and wrote."""
+    try:
+        import xllamacpp
+    except ImportError as error:
+        raise RecipeError(
+            f"{name} is run by llama.cpp, of the package xllamacpp: pip install 'compressx[llama-cpp]'"
+        ) from error
+    prompt, params = ids[0].tolist(), xllamacpp.CommonParams()
+    params.model.path, params.n_ctx = str(checkpoint.file), len(prompt) + new
+    params.n_gpu_layers, params.verbosity, params.cache_ram_mib = 0, -1, 0
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads or psutil.cpu_count(logical=False) or 1
+    try:
+        server = xllamacpp.Server(params)
+    except Exception as error:  # its one class for all
+        raise UnsupportedModelError(
+            f"{name}: llama.cpp cannot load it: {one_line(str(error))}; try a newer xllamacpp"
+        ) from error
+    greedy = {"temperature": 0.0, "samplers": ["top_k"], "top_k": 1, "ignore_eos": True, "cache_prompt": False}
 
+    def timer() -> dict[str, float]:
+        took = server.handle_completions({"prompt": prompt, "n_predict": new, **greedy})["timings"]
+        if (took["prompt_n"], took["predicted_n"]) != (len(prompt), new):
+            raise UnsupportedModelError(
+                f"{name}: llama.cpp read {took['prompt_n']} and wrote {took['predicted_n']} tokens, not {len(prompt)} "
+                f"and {new}"
+            )
+        return {"prefill": took["prompt_ms"] / 1e3, "decode": took["predicted_ms"] / 1e3}
 
-def _rounds(
-    workers: Sequence[Worker],
-    names: Sequence[str],
-    asked: BenchSettings,
-    loaded: Sequence[dict[str, Any]],
-    progress: Progress,
-) -> list[dict[Length, dict[Stage, list[float]]]]:
-    """Return the seconds of every model, by length and stage; the peaks of memory are added to what was `loaded`."""
-    seconds: list[dict[Length, dict[Stage, list[float]]]] = [
-        {length: {stage: [] for stage in STAGES} for length in asked.lengths} for _ in workers
-    ]
-    for turn in range(1 + asked.rounds):
-        for length in asked.lengths:
-            for i, worker in enumerate(workers):
-                progress(f"round {turn} of {asked.rounds}: {names[i]}, {length} tokens")
-                worker.ask(dataclasses.asdict(length))
-                found = worker.answer()
-                loaded[i]["memory_bytes"]["run"] = found["peak_bytes"]
-                for stage in STAGES if turn else ():  # the first round loads kernels and fills caches
-                    seconds[i][length][stage].append(found["seconds"][stage])
-    return seconds
-
-
-def file_bytes(source: ModelSource, checkpoint: Checkpoint) -> int:
-    """Return the size of a model's weights on disk: the safetensors that are loaded, packed ones, or its GGUF file."""
-    if source.path is not None:
-        place = find_local(source.path)  # not what a packed folder was unpacked to
-    elif checkpoint.gguf_file is not None:
-        place = Path(checkpoint.location, checkpoint.gguf_file)
-    else:
-        place = local_folder(checkpoint)
-    if place.is_file():
-        return place.stat().st_size
-    if is_packed(place):
-        return sizes_of(place).packed_bytes
-    # Others may lie beside them: `consolidated.safetensors` of Mistral holds the same weights in another format.
-    return sum((place / name).stat().st_size for name in {*files_of(place).values()})
-
-
-def _names(sources: Sequence[ModelSource]) -> list[str]:
-    """Name models as they were given; the second of the same name becomes `NAME (2)`."""
-    seen: Counter[str] = Counter()
-    named = []
-    for source in sources:
-        name = str(source.path or source.id or source.package)
-        seen[name] += 1
-        named.append(name if seen[name] == 1 else f"{name} ({seen[name]})")
-    return named
+    return timer

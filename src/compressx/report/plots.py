@@ -109,33 +109,6 @@ def measures_by_sparsity(path: Path, panels: Mapping[str, Mapping[str, Sequence[
     )  # fmt: skip
 
 
-def bars(path: Path, panels: Mapping[str, Mapping[str, Mapping[str, tuple[float, float, float]]]]) -> None:
-    """Draw horizontal bars from zero, with ranges: a group of bars for each name, in it one for each label.
-
-    Least, middle and most are given by panel title, label and name of the group. All panels have the same labels and
-    groups, and a horizontal axis of their own.
-    """
-    first = next(iter(panels.values()))
-    groups = [*next(iter(first.values()))]
-    thickness = 0.8 / len(first)
-    shown: dict[str, Any] = {}
-    with _drawing(path, (4.2 * len(panels), 0.8 + 0.28 * (len(first) + 1) * len(groups))) as figure:
-        axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
-        for ax, (title, bars_of) in zip(axes, panels.items(), strict=True):
-            ax.set_title(title)
-            for i, (label, values) in enumerate(bars_of.items()):
-                places = [place + (i - (len(first) - 1) / 2) * thickness for place in range(len(groups))]
-                least, middle, most = zip(*(values[group] for group in groups), strict=True)
-                ranges = [[m - x for m, x in zip(middle, least, strict=True)],
-                          [x - m for m, x in zip(middle, most, strict=True)]]  # fmt: skip
-                shown[label] = ax.barh(places, middle, 0.9 * thickness, xerr=ranges, color=_COLOURS[i % len(_COLOURS)])
-            ax.set_yticks(range(len(groups)), groups)
-            ax.grid(visible=False, axis="y")
-            ax.set_axisbelow(True)
-        axes[0].invert_yaxis()  # the first stands above
-        _add_legend(figure, shown)
-
-
 def heat_maps(path: Path, title: str, images: Mapping[str, Pooled], difference: Pooled | None) -> None:
     """Draw matrices side by side with a common colour scale, and their absolute difference with its own.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
@@ -19,6 +20,23 @@ class Estimate:
 
     def __format__(self, form: str) -> str:
         return f"{self.value:{form}} ± {self.error:.2g}"
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Several values, at least one: their median, the least and the most, written `2.0 (1.0 to 5.0)`."""
+
+    median: float
+    least: float
+    most: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        """Summarize values."""
+        return cls(statistics.median(values), min(values), max(values))
+
+    def __format__(self, form: str) -> str:
+        return f"{self.median:{form}} ({self.least:{form}} to {self.most:{form}})"
 
 
 Value: TypeAlias = str | float | Estimate | None

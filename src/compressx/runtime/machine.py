@@ -85,9 +85,6 @@ _ROUNDS = 20
 _BUDGET = 0.5
 """Rounds of all operations, and the seconds after which no further round begins."""
 
-_COPIED = 2**26
-"""Bytes of the measured copy's source: 64 MiB, more than the last cache of most processors."""
-
 
 @dataclass(frozen=True)
 class Rates:
@@ -97,11 +94,9 @@ class Rates:
         products: FLOP/s of a matrix product by the name of its factors' dtype, `float32`, `bfloat16` and `float16`.
             A multiplication and an addition are two operations. On the CPU, the rate of one thread times the number of
             torch's threads.
-        copy: bytes/s of a copy within the device's memory, bytes read plus bytes written; on the CPU by one thread.
     """
 
     products: Mapping[str, float]
-    copy: float
 
     def of(self, dtype: torch.dtype) -> float:
         """Return the FLOP/s of products of a dtype; 0 if the device cannot multiply it."""
@@ -121,7 +116,7 @@ def rates(device: torch.device) -> Rates:
     """
     one = _measured(device)
     threads = 1 if device.type == "cuda" else torch.get_num_threads()
-    return Rates({name: rate * threads for name, rate in one.products.items()}, one.copy)
+    return Rates({name: rate * threads for name, rate in one.products.items()})
 
 
 @functools.cache
@@ -136,9 +131,6 @@ def _measured(device: torch.device) -> Rates:
 
 def _measure(device: torch.device) -> Rates:
     operations = {name: timed for name in _NAMES if (timed := _product(device, name)) is not None}
-    source = torch.ones(_COPIED, dtype=torch.uint8, device=device)
-    into = torch.zeros_like(source)  # its pages exist before the clock runs
-    operations["copy"] = _Timed(lambda: into.copy_(source), 2 * _COPIED, device)
     clock = _clock(device)
     started = clock()
     for _ in range(_ROUNDS):
@@ -146,8 +138,7 @@ def _measure(device: torch.device) -> Rates:
             operation.run()
         if clock() - started > _BUDGET:
             break
-    copy = operations.pop("copy").rate
-    return Rates({name: operation.rate for name, operation in operations.items()}, copy)
+    return Rates({name: operation.rate for name, operation in operations.items()})
 
 
 def _clock(device: torch.device) -> Callable[[], float]:

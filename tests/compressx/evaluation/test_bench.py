@@ -1,220 +1,155 @@
-"""Models that take turns, and what becomes of a process that dies."""
+"""Models that take turns: what is timed, in which order, and what is shown of it."""
 
 from __future__ import annotations
 
-import os
-import shutil
-import signal
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.compressx.evaluation.benched import Inside, inside
+from tests.accelerator import pretended_accelerator
+from tests.compressx.cli.commands import printed, refused
+from tests.compressx.gguf_files import write_gguf
 from tests.compressx.saved import save_tiny
 
-from compressx import ArtifactError, CalibrationError, CompressxError, RecipeError
-from compressx.evaluation import bench as benching
-from compressx.evaluation import speed
-from compressx.evaluation.bench import BenchSettings, bench, file_bytes, process
+from compressx import UnsupportedModelError
+from compressx.evaluation import bench
+from compressx.evaluation.bench import Speeds, time_in_turn, timed
 from compressx.evaluation.saved import source_of
-from compressx.evaluation.speed import Task
-from compressx.models.checkpoint import Checkpoint
-from compressx.models.packed_folder import pack_folder
-from compressx.recipe.sources import ModelSource
-from compressx.report.speeds import Length
-from compressx.runtime.errors import OutOfMemoryError
-
-SHORT, LONG = Length(4, 2), Length(8, 3)
+from compressx.report.section import Spread
+from compressx.testing import tiny_model
+from compressx.testing.models import TINY_CONFIGS
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("bench")
-    save_tiny(folder / "llama", "llama")
-    save_tiny(folder / "gpt2", "gpt2")
-    return folder
+@pytest.mark.parametrize("architecture", TINY_CONFIGS)
+def test_the_tokens_are_those_of_greedy_generate_which_never_stops(architecture: str) -> None:
+    model = tiny_model(architecture)
+    ids = torch.randint(3, 128, (2, 11))
+    _, written = timed(model, ids, 7)
+    expected = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, min_new_tokens=7,
+                              max_new_tokens=7, eos_token_id=None)  # fmt: skip
+    assert torch.equal(written, expected[:, 11:])
 
 
-class Told:
-    """Answers with seconds that are told, and logs what it is asked; no model is loaded."""
-
-    def __init__(self, task: Task, log: list[Any]) -> None:
-        self.task, self.log = task, log
-        self.asked: Mapping[str, int] | None = None
-
-    def ask(self, request: Mapping[str, int]) -> None:
-        self.asked = request
-        self.log.append((self.task.name, request["prompt"], request["new"]))
-
-    def answer(self) -> dict[str, Any]:
-        if self.asked is None:
-            return {"machine": "", "dtype": "", "parameters": 1, "weight_bytes": 1,
-                    "read_bytes": 1, "memory_bytes": {"before": 1, "load": 1}}  # fmt: skip
-        turn = float(len(self.log))
-        return {"seconds": {"prefill": turn, "decode": 100 + turn}, "peak_bytes": len(self.log)}
+def test_prefill_lasts_to_the_first_new_token_and_decode_from_there_on() -> None:
+    """An end of text does not stop the writing, and the head sees the last token alone, as in `generate`."""
+    model = tiny_model("llama")
+    passes: list[tuple[int, ...]] = []
+    model.lm_head.register_forward_pre_hook(lambda _m, args: passes.append(args[0].shape[:2]))
+    model.lm_head.register_forward_hook(lambda _m, _x, out: out.index_fill(2, torch.tensor([2]), 1e4))
+    seconds, written = timed(model, torch.ones(3, 9, dtype=torch.long), 4, iter((10.0, 12.0, 17.0)).__next__)
+    assert seconds == {"prefill": 2.0, "decode": 5.0}
+    assert passes == [(3, 1)] * 4
+    assert written.tolist() == [[2] * 4] * 3
+    assert model.config.eos_token_id == 2
 
 
-def told(log: list[Any]) -> Any:
-    @contextmanager
-    def start(task: Task) -> Iterator[Told]:
-        yield Told(task, log)
-
-    return start
-
-
-def sources(folder: Path, *names: str) -> list[Any]:
-    return [source_of(str(folder / name)) for name in names]
-
-
-def test_models_take_turns_in_every_round_and_the_first_round_does_not_count(folder: Path) -> None:
-    log: list[Any] = []
-    found = bench(sources(folder, "llama", "gpt2"), BenchSettings((SHORT, LONG), rounds=2), start=told(log))
-    names = [str(folder / name) for name in ("llama", "gpt2")]
-    one = [(name, length.prompt, length.new) for length in (SHORT, LONG) for name in names]
-    assert log == one * 3
-    assert [m.seconds[LONG]["prefill"] for m in found.models] == [[7.0, 11.0], [8.0, 12.0]]
-    assert [m.seconds[SHORT]["decode"] for m in found.models] == [[105.0, 109.0], [106.0, 110.0]]
-    assert [m.memory_bytes["run"] for m in found.models] == [11, 12]
-    assert found.rounds == 2
+def test_a_gpu_is_waited_for_before_each_reading_of_the_clock_and_not_between(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pretended_accelerator() as record:
+        model, ids = tiny_model("llama").to("cuda"), torch.ones(1, 5, dtype=torch.long).to("cuda")
+        waits = []
+        for new in (3, 9):
+            with record.counted() as counts:
+                timed(model, ids, new)
+            waits.append(counts.waits)
+        assert waits[0] == waits[1], "a wait for each token would be timed, too"
+    events: list[str] = []
+    monkeypatch.setattr(bench, "synchronize", lambda _: events.append("wait"))
+    timed(tiny_model("llama"), torch.ones(1, 3, dtype=torch.long), 3, lambda: events.append("clock") or 0.0)
+    assert events == ["wait", "clock"] * 3
 
 
-def test_the_same_ids_are_given_to_models_of_different_vocabularies(folder: Path, monkeypatch: Any) -> None:
-    seen: list[torch.Tensor] = []
-    seconds = {"prefill": 1, "decode": 1}
-    monkeypatch.setattr(speed, "timed", lambda _model, ids, _new: seen.append(ids) or (seconds, ids))
-    sizes = iter((90, 40))
-    monkeypatch.setattr(benching, "vocabulary", lambda _: next(sizes))
-    found = bench(sources(folder, "llama", "gpt2"), BenchSettings((SHORT, LONG), batch=3, rounds=1), start=inside)
-    assert found.below == 40
-    assert max(int(ids.max()) for ids in seen) < 40
-    assert [tuple(ids.shape) for ids in seen] == [(3, 4), (3, 4), (3, 8), (3, 8)] * 2
-    assert all(torch.equal(a, b) for a, b in zip(seen[::2], seen[1::2], strict=True))
+def test_a_model_without_a_cache_is_refused() -> None:
+    model = tiny_model("llama")
+    model.register_forward_hook(lambda _m, _args, out: out.__setitem__("past_key_values", None))
+    with pytest.raises(UnsupportedModelError, match=r"^LlamaForCausalLM gives no key/value cache.*; its forward has"):
+        timed(model, torch.ones(1, 3, dtype=torch.long), 2)
 
 
-def test_real_models_are_measured(folder: Path) -> None:
-    llama, gpt2 = bench(sources(folder, "llama", "gpt2"), BenchSettings((SHORT,), rounds=2), start=inside).models
-    assert (llama.parameters, gpt2.parameters) == (108992, 166464)
-    assert all(len(m.seconds[SHORT][stage]) == 2 for m in (llama, gpt2) for stage in ("prefill", "decode"))
-    assert all(s > 0 for m in (llama, gpt2) for each in m.seconds[SHORT].values() for s in each)
+@pytest.fixture
+def work(project: Path) -> Path:
+    save_tiny(project / "one", "llama")
+    save_tiny(project / "two", "gpt2")
+    return project
 
 
-def test_a_model_given_twice_gets_a_number(folder: Path) -> None:
-    found = bench(sources(folder, "llama", "gpt2", "llama"), BenchSettings((SHORT,), rounds=1), start=told([]))
-    assert [m.name for m in found.models] == [str(folder / name) for name in ("llama", "gpt2", "llama (2)")]
-
-
-def test_the_file_is_the_safetensors_of_a_folder_the_packed_ones_or_the_gguf(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_models_take_turns_in_every_round_and_the_first_round_does_not_count(
+    work: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("COMPRESSX_CACHE", str(tmp_path / "cache"))
-    weights = folder / "llama" / "model.safetensors"
-    pack_folder(folder / "llama", tmp_path / "packed")
-    packed = source_of(str(tmp_path / "packed"))
-    plain, small = bench([*sources(folder, "llama"), packed], BenchSettings((SHORT,), rounds=1), start=inside).models
-    assert plain.file_bytes == weights.stat().st_size
-    assert small.file_bytes == (tmp_path / "packed" / "model.packed.safetensors").stat().st_size < plain.file_bytes
-    assert small.weight_bytes == plain.weight_bytes
-    (tmp_path / "M.gguf").write_bytes(b"12345")
-    assert file_bytes(source_of(str(tmp_path / "M.gguf")), Checkpoint("elsewhere")) == 5
-    package = ModelSource(package="p", version="1", file="M.gguf", sha256="0" * 64)
-    assert file_bytes(package, Checkpoint(str(tmp_path), "M.gguf")) == 5
-    assert file_bytes(ModelSource(id="a/b"), Checkpoint(str(folder / "llama"))) == plain.file_bytes
+    log: list[Any] = []
+
+    def told(model: Any, ids: torch.Tensor, new: int) -> Any:
+        log.append((model.config.model_type, tuple(ids.shape), new))
+        return {"prefill": float(len(log)), "decode": 10.0 * len(log)}, ids
+
+    monkeypatch.setattr(bench, "timed", told)
+    found = time_in_turn([source_of(name) for name in ("one", "two")], 8, 3, 2)
+    assert log == [("llama", (1, 8), 3), ("gpt2", (1, 8), 3)] * 3
+    assert found.names == ["one", "two"]
+    assert found.seconds == [{"prefill": [3.0, 5.0], "decode": [30.0, 50.0]},
+                             {"prefill": [4.0, 6.0], "decode": [40.0, 60.0]}]  # fmt: skip
 
 
-def test_weights_that_lie_beside_those_that_are_loaded_are_not_counted(folder: Path, tmp_path: Path) -> None:
-    shutil.copytree(folder / "llama", tmp_path / "both")
-    weights = tmp_path / "both" / "model.safetensors"
-    shutil.copyfile(weights, weights.with_name("consolidated.safetensors"))
-    source = source_of(str(tmp_path / "both"))
-    assert file_bytes(source, Checkpoint(str(tmp_path / "both"))) == weights.stat().st_size
-    sizes = pack_folder(tmp_path / "both", tmp_path / "packed")
-    assert file_bytes(source_of(str(tmp_path / "packed")), Checkpoint("elsewhere")) == sizes.packed_bytes
+FIRST = {"prefill": [1.0, 2.0, 9.0], "decode": [2.0, 2.0, 2.0]}
 
 
-# --- what is refused, before anything is loaded
+def speeds(prefill: list[float]) -> Speeds:
+    tokens, second = {"prefill": 1000, "decode": 10}, {"prefill": prefill, "decode": [1.0, 4.0, 0.5]}
+    return Speeds("a machine", tokens, ["dense", "pruned"], [FIRST, second])
 
 
-def unstarted(_: Task) -> Any:
-    raise AssertionError("a process was started")
+def test_a_ratio_is_the_median_of_rounds_that_are_compared_with_their_own() -> None:
+    found = speeds([4.0, 1.0, 3.0])
+    assert found.rate(0, "prefill") == Spread(500.0, 1000 / 9, 1000.0)
+    assert found.ratio(1, "prefill") == Spread(2.0, 0.25, 3.0), "that of the medians would be 2/3"
+    (section,) = found.sections()
+    assert section.table.names == ["model", "prefill, tokens/s", "x", "decode, tokens/s", "x"]
+    assert section.table.texts == [
+        ["dense", "500 (111 to 1,000)", "1.00 (1.00 to 1.00)", "5.0 (5.0 to 5.0)", "1.00 (1.00 to 1.00)"],
+        ["pruned", "333 (250 to 1,000)", "2.00 (0.25 to 3.00)", "10.0 (2.5 to 20.0)", "2.00 (0.50 to 4.00)"],
+    ]
+    assert found.to_dict()["models"][1]["prefill"]["ratio"] == {"median": 2.0, "least": 0.25, "most": 3.0}
 
 
 @pytest.mark.parametrize(
-    ("asked", "said"),
-    [
-        (BenchSettings((SHORT,), rounds=0), "--rounds 0: expected at least 1"),
-        (BenchSettings((SHORT,), batch=0), "--batch 0: expected at least 1"),
-        (BenchSettings((SHORT,), threads=0), "--threads 0: expected at least 1"),
-        (BenchSettings((SHORT, Length(0, 2))), "--prompt-tokens 0: expected at least 1"),
-        (
-            BenchSettings((SHORT, Length(1, 1))),
-            "--new-tokens 1: expected at least 2; the first new token belongs to prefill",
-        ),
-    ],
-)
-def test_a_number_that_is_too_small_is_refused(folder: Path, asked: BenchSettings, said: str) -> None:
-    with pytest.raises(RecipeError, match=f"^{said}$"):
-        bench(sources(folder, "llama"), asked, start=unstarted)
+    ("rounds", "sure"),
+    [([4.0, 1.0, 3.0], False), ([2.0, 2.0, 3.0], False), ([0.5, 1.5, 8.0], True), ([1.0, 2.0, 9.0], True),
+     ([1.1, 2.2, 9.9], True)],
+)  # fmt: skip
+def test_where_the_rounds_do_not_agree_a_ratio_is_said_to_say_nothing(rounds: list[float], sure: bool) -> None:
+    (section,) = speeds(rounds).sections()
+    assert ("pruned, prefill" in section.note) != sure
+    assert "pruned, decode the rounds do not agree on which model is faster, so x says nothing" in section.note
 
 
-def test_what_a_model_has_no_positions_for_is_refused_before_any_is_loaded(folder: Path) -> None:
-    with pytest.raises(CalibrationError, match=r"gpt2: --prompt-tokens 120, --new-tokens 9: a prompt of .* 128 pos"):
-        bench(sources(folder, "gpt2"), BenchSettings((SHORT, Length(120, 9))), start=unstarted)
-    bench(sources(folder, "gpt2"), BenchSettings((Length(120, 8),), rounds=1), start=told([]))
-
-
-def test_a_model_that_is_not_there_is_refused_before_any_is_loaded(folder: Path) -> None:
-    with pytest.raises(ArtifactError, match="gone does not exist"):
-        bench(sources(folder, "llama", "gone"), BenchSettings((SHORT,)), start=unstarted)
-
-
-# --- processes
+def test_the_command_shows_models_side_by_side_or_prints_json(work: Path) -> None:
+    few = ["--prompt-tokens", "4", "--new-tokens", "3", "--rounds", "2"]
+    shown = printed("bench", "one", "two", *few)
+    assert [line.split()[0] for line in shown.splitlines() if line.startswith((" one", " two"))] == ["one", "two"]
+    plain = json.loads(printed("bench", "one", *few, "--json"))
+    assert plain["tokens"] == {"prefill": 4, "decode": 2}
+    assert [len(model[stage]["seconds"]) for model in plain["models"] for stage in plain["tokens"]] == [2, 2]
 
 
 @pytest.mark.slow
-def test_a_process_answers_like_this_one_and_is_ended_with_the_block(folder: Path) -> None:
-    task = Task("mine", Checkpoint(str(folder / "llama")), "cpu", 1, 2, 128)
-    with process(task) as worker:
-        there, here = worker.answer(), Inside(task).answer()
-        assert {k: v for k, v in there.items() if k != "memory_bytes"} == {
-            k: v for k, v in here.items() if k != "memory_bytes"
-        }
-        worker.ask({"prompt": 4, "new": 2})
-        assert min(worker.answer()["seconds"].values()) > 0
-        os.kill(worker.process.pid, signal.SIGKILL)  # as Linux does when memory runs out
-        worker.process.wait()
-        worker.ask({"prompt": 4, "new": 2})
-        with pytest.raises(
-            OutOfMemoryError, match=r"^mine: its process was killed \(SIGKILL\), as Linux does when mem"
-        ):
-            worker.answer()
-    assert worker.process.stdin is not None
-    assert worker.process.stdin.closed
+def test_gguf_files_run_in_llama_cpp(work: Path) -> None:
+    write_gguf(work / "tiny.gguf")
+    plain = json.loads(printed("bench", "tiny.gguf", "one", "--rounds", "1", "--new-tokens", "3", "--prompt-tokens",
+                               "8", "--threads", str(torch.get_num_threads()), "--json"))  # fmt: skip
+    assert [model["decode"]["seconds"][0] > 0 for model in plain["models"]] == [True, True]
 
 
-@pytest.mark.slow
-def test_an_error_in_a_process_is_raised_here_as_what_it_was(folder: Path) -> None:
-    with process(Task("mine", Checkpoint(str(folder / "gone")), "cpu", None, 1, 9)) as worker:
-        with pytest.raises(ArtifactError, match=r"cannot load .*gone"):
-            worker.answer()
-        assert worker.process.wait(60) == 0
-
-
-def test_other_ends_of_a_process_are_told_apart() -> None:
-    killed = benching._death("mine", -signal.SIGSEGV)
-    assert isinstance(killed, CompressxError)
-    assert str(killed).startswith("mine: its process was ended by SIGSEGV while it was loaded or timed")
-    bug = benching._death("mine", 1)
-    assert type(bug) is RuntimeError, "its traceback is shown"
-    assert str(bug) == "mine: its process ended with exit status 1 and no answer; its message is above"
-
-
-def test_a_process_that_is_waited_for_ends_when_this_one_is_interrupted(folder: Path) -> None:
-    with (
-        pytest.raises(KeyboardInterrupt),
-        process(Task("mine", Checkpoint(str(folder / "llama")), "cpu", None, 1, 9)) as worker,
-    ):
-        raise KeyboardInterrupt
-    assert worker.process.poll() == -signal.SIGKILL
+def test_what_cannot_be_timed_is_refused_with_the_option_or_the_file(
+    work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_gguf(work / "tiny.gguf")
+    write_gguf(work / "odd.gguf", keys={"llama.attention.head_count": 5})
+    few = ["--prompt-tokens", "100", "--new-tokens"]
+    told = "one: --prompt-tokens 100, --new-tokens 29: a prompt of 100 tokens and 29 after it are more than the model's"
+    assert told in refused("bench", "one", "two", *few, "29")
+    assert "Invalid value for '--new-tokens': 1 is not in the range x>=2" in refused("bench", "one", *few, "1")
+    assert "odd.gguf: " in refused("bench", "odd.gguf", *few, "2")
+    monkeypatch.setitem(sys.modules, "xllamacpp", None)
+    assert "pip install 'compressx[llama-cpp]'" in refused("bench", "tiny.gguf", *few, "2")

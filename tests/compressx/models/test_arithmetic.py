@@ -43,7 +43,7 @@ class Products(TorchDispatchMode):
 @pytest.fixture
 def measured(monkeypatch):
     """Return a function that decides what the device was measured to do."""
-    return lambda products: monkeypatch.setattr(module, "_measured", lambda _: Rates(products, 1e9))
+    return lambda products: monkeypatch.setattr(module, "_measured", lambda _: Rates(products))
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import math
 import re
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -22,7 +21,6 @@ from tests.compressx.llama_cpp import PROMPT, agrees, log_probabilities
 from tests.conftest import SMOLLM2
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from compressx.evaluation.speed import sizes_of_gguf
 from compressx.models import gguf_header
 from compressx.models.access import InMemory
 from compressx.models.architecture import survey
@@ -353,7 +351,6 @@ def test_a_file_of_own_widths_is_read_as_the_model_that_it_is(architecture: str,
     path, _ = exported(tmp_path, model, architecture)
     back = read(path)
     assert back.config.model_type == architecture
-    assert sizes_of_gguf(path)["parameters"] == sum(map(math.prod, gguf_header.shapes_of(path).values()))
     ids = torch.tensor([PROMPT])
     with torch.no_grad():
         assert torch.allclose(back(ids).logits, model(ids).logits, atol=1e-4)

@@ -28,7 +28,7 @@ SLOW_IN_16_BITS = {"float32": 10e9, "bfloat16": 1e9, "float16": 1e9}
 @pytest.fixture
 def machine(monkeypatch):
     """Return a function that decides how fast this machine is."""
-    return lambda products: monkeypatch.setattr(module, "_measured", lambda _: Rates(products, 1e9))
+    return lambda products: monkeypatch.setattr(module, "_measured", lambda _: Rates(products))
 
 
 def report(folder="out"):

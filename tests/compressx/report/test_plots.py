@@ -120,28 +120,3 @@ def test_a_small_matrix_is_kept_and_a_large_one_averaged() -> None:
 def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match=r"cannot write .*missing/a\.svg"):
         plots.curves(tmp_path / "missing/a.svg", {"": {"loss": [1.0]}})
-
-
-def test_bars_are_as_long_as_their_values_and_stand_in_the_order_given(tmp_path: Path) -> None:
-    short = {"a": (1.0, 2.0, 3.0), "b": (4.0, 4.0, 4.0)}
-    values = {"short": short, "long": {"a": (5.0, 6.0, 8.0), "b": (1.0, 1.0, 1.0)}}
-    plots.bars(tmp_path / "a.svg", {"prefill": values, "decode": values})
-    shown = texts(tmp_path / "a.svg")
-    assert {"prefill", "decode", "short", "long"} <= set(shown)
-    assert [t for t in shown if t in ("a", "b")] == ["a", "b"], "both panels share the names of the groups"
-    lengths, tops = _bars(tmp_path / "a.svg")
-    one = lengths[0] / 2  # of a value of one: the first is 2 long
-    assert lengths[:4] == [pytest.approx(one * x, rel=1e-3) for x in (2, 4, 6, 1)]
-    assert tops[0] < tops[2] < tops[1] < tops[3], "by group, and in it by label"
-
-
-def _bars(path: Path) -> tuple[list[float], list[float]]:
-    """Return the lengths and the tops of the coloured bars in an SVG, in the order in which they were drawn."""
-    lengths, tops = [], []
-    for element in ET.fromstring(path.read_text(encoding="utf-8")).iter("{http://www.w3.org/2000/svg}path"):  # noqa: S314
-        if any(f"fill: {colour.lower()}" in element.get("style", "") for colour in plots._COLOURS[:2]):
-            numbers = [float(word) for word in element.get("d", "").split() if word not in ("M", "L", "z")]
-            if len(numbers) == 8:
-                lengths.append(max(numbers[::2]) - min(numbers[::2]))
-                tops.append(min(numbers[1::2]))
-    return lengths, tops

@@ -11,7 +11,7 @@ from tests.compressx.cli.commands import refused
 
 from compressx.cli import terminal
 from compressx.report import html, markdown
-from compressx.report.section import Column, Section, Table, table
+from compressx.report.section import Column, Section, Spread, Table, table
 from compressx.runtime.errors import ArtifactError
 from compressx.stages.log import FORMAT
 
@@ -20,6 +20,11 @@ def test_columns_write_their_values_and_nothing_where_there_is_none() -> None:
     found = table(["name", Column("share", ".1%"), Column("shape", "s")], [("a", 0.25, "2 x 2"), ("b", None, None)])
     assert found.names == ["name", "share", "shape"]
     assert found.texts == [["a", "25.0%", "2 x 2"], ["b", "", ""]]
+
+
+def test_a_spread_is_the_median_the_least_and_the_most() -> None:
+    assert Spread.of([1.0, 2.0]) == Spread(1.5, 1.0, 2.0)
+    assert f"{Spread.of([5.0, 1.0, 2.0]):.1f}" == "2.0 (1.0 to 5.0)"
 
 
 def test_a_column_that_is_empty_in_every_row_is_left_out_and_zero_is_not_empty() -> None:
