@@ -31,19 +31,6 @@ def test_splits_share_no_run_of_words_with_each_other_or_with_a_given_text() -> 
     assert not runs["train"] & (runs["valid"] | runs["test"])
 
 
-def test_documents_are_cut_between_words_for_evaluation_and_whole_for_training() -> None:
-    mine = dict(documents(60, words=2000))
-    parts = texts.split_documents(iter(mine.items()), set())
-    known = {word for text in mine.values() for word in text.split()}
-    for split, text in parts.items():
-        found = text.split("\n\n")
-        of_split = [name for name in mine if texts.split_of(name) == split]
-        assert len(found) == len(of_split)
-        assert max(map(len, found)) <= 8000 or split == "train"
-        assert min(map(len, found)) > 7900
-        assert set(text.split()) <= known
-
-
 def test_a_package_with_other_content_is_refused() -> None:
     write = (sys.executable, "-c", "open('x.whl', 'w').write('other')")
     package = texts.Package("code", write, "0" * 64, lambda _: iter(()), ("", "", ""))

@@ -180,12 +180,3 @@ def test_smaller_files_weighs_bytes_speed_and_perplexity_of_every_file(tmp_path,
     assert measured["dense", "F16"]["times prefill"] == "1.0"
     assert any("like" in name for name in printed)
     assert "perplexity, letters" in (tmp_path / "out" / "smaller.svg").read_text()
-
-
-def test_the_front_of_smaller_files_is_what_no_other_file_beats():
-    front = importlib.import_module("smaller_files").front
-    made = [
-        {"bytes": b, "decode": d, "t": t} for b, d, t in ((9, 1.0, 5.0), (5, 2.0, 6.0), (6, 1.5, 7.0), (4, 3.0, 8.0))
-    ]
-    assert [r["bytes"] for r in front(made, "bytes", higher=False, text="t")] == [4, 5, 9]
-    assert [r["decode"] for r in front(made, "decode", higher=True, text="t")] == [3.0, 2.0, 1.0]

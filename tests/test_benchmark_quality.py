@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import sys
 from dataclasses import replace
-from itertools import combinations
 from pathlib import Path
 from types import ModuleType
 
@@ -45,29 +44,6 @@ def test_every_method_plans_every_linear_at_every_budget(quality, settings, budg
             assert planned.allocation.target == int(budget.rstrip("%")) / 100, name
 
 
-def test_each_ingredient_adds_one_thing_to_those_before_it(quality):
-    methods = {**quality.METHODS, **quality.INGREDIENTS}
-    steps = ["ALPS", "attnprune + ALPS", "+ sensitivity weights", "+ allocation", "best"]
-    told = []
-    for step in steps:
-        sections = methods[step]("50%")
-        rules = sections.pop("prune")
-        sections.pop("calibration", None)
-        sections.pop("finetune", None)
-        told.append(([rule["pruner"] for rule in rules], sorted(key for key, value in sections.items() if value)))
-    assert told == [
-        (["alps"], []),
-        (["attnprune", "alps"], []),
-        (["attnprune", "sensitivity"], []),
-        (["attnprune", "sensitivity"], ["allocation"]),
-        (["attnprune", "sensitivity"], ["allocation", "reconstruct_block"]),
-    ]
-    ladder = ["SparseGPT", *steps]
-    for budget in quality.BUDGETS:
-        told = [methods[step](budget) for step in ladder if quality.applies(step, budget)]
-        assert all(one != other for one, other in combinations(told, 2)), budget
-
-
 def test_the_best_recipes_bring_how_they_calibrate_and_train(quality, settings, tmp_path):
     asked = settings.recipe(tmp_path / "out", **quality.METHODS["best"]("50%"))["calibration"]
     assert (asked["samples"], asked["sequence_length"]) == (64, settings.sequence_length)
@@ -84,32 +60,6 @@ def test_the_best_recipes_bring_how_they_calibrate_and_train(quality, settings, 
     assert "finetune" not in settings.recipe(tmp_path / "out", **quality.METHODS["best"]("60%"))
     asked = replace(trained, learning_rate=4e-4).recipe(tmp_path / "out", **quality.METHODS["best"]("60%"))
     assert asked["finetune"]["learning_rate"] == 4e-4
-
-
-def test_80_percent_takes_the_recipe_of_70_with_larger_sparsities_to_choose_from(quality):
-    allocation = quality.METHODS["best"]("80%")["allocation"]
-    assert (allocation["target"], allocation["sparsities"]) == (0.8, [0.6, 0.8, 0.9])
-    assert quality.METHODS["best"]("70%")["allocation"]["target"] == 0.7
-
-
-def test_every_budget_has_a_place_of_its_own_on_the_plot(quality):
-    places = importlib.import_module("quality_table").PLACES
-    assert sorted(places) == sorted(quality.BUDGETS)
-    assert len({*places.values()}) == len(places)
-
-
-def test_rows_are_kept_and_gone_on_with(quality, tmp_path):
-    figures = {"sparsity": 0.5, "seconds": 1.0, "gigabytes": 2.0}
-    table = quality.Table(tmp_path, ["prose", "code"])
-    for method, budget, perplexity in (("dense", "", 20.0), ("SparseGPT", "50%", 40.0), ("best", "50%", 25.0)):
-        table.add(method, budget, {**figures, "perplexity prose": perplexity, "perplexity code": perplexity / 2})
-    again = quality.Table(tmp_path, ["prose", "code"])
-    assert again.rows == table.rows
-    said = (tmp_path / "quality.md").read_text()
-    assert "perplexity prose, dense 20.00" in said
-    assert "| best | 25.00 (+75%) |" in said
-    assert "| best | 12.50 (+75%) |" in said
-    assert (tmp_path / "quality.svg").is_file()
 
 
 @pytest.fixture
@@ -156,15 +106,6 @@ def test_a_row_that_was_cut_is_gone_on_with(quality, settings, measure, tmp_path
     measure(*row)
     assert "[1/1] Wanda, 50%: perplexity" in capfd.readouterr().out
     assert not folder.exists()
-
-
-def test_what_other_code_has_begun_of_a_row_is_not_gone_on_with(quality, tmp_path):
-    mine = quality.unfinished(tmp_path, "best-50")
-    others = [mine.with_name(name) for name in ("best-50-0123abcd-4567abcd", "best-fine-tuned-50-0123abcd-4567abcd")]
-    for other in others:
-        other.mkdir()
-    assert quality.unfinished(tmp_path, "best-50") == mine
-    assert [other.exists() for other in others] == [False, True]
 
 
 @pytest.mark.slow

@@ -148,9 +148,3 @@ def test_importances_see_all_windows_and_what_is_measured_is_not_measured_again(
         model(windows, labels=windows).loss.backward()
     torch.testing.assert_close(seen[0], model.model.layers[0].mlp.gate_proj.weight.grad, rtol=1e-4, atol=1e-7)
     assert measure("taylor", taylor=lambda _: pytest.fail("measured again")) == rows
-
-
-def test_a_peer_that_drops_another_number_of_neurons_is_refused(measure, monkeypatch):
-    monkeypatch.setattr(Pruner, "more", 1)
-    with pytest.raises(SystemExit, match=r"torch-pruning left \[\d+\] neurons in a block, not \d+ in each"):
-        measure("magnitude")

@@ -12,9 +12,6 @@ from types import ModuleType
 
 import pytest
 
-from compressx.data.documents import documents
-from compressx.recipe.sources import DatasetSource
-
 _ROWS = ["", " = Otter = \n", "", " It swims . It eats fish . \n", " It has <unk> . \n", "", "", " = <unk> = \n", ""]
 _KNOWN = "\n = Otter = \n\n It swims . It eats fish . \n\n"
 _CONFIGS = {"wikitext-2-v1": "validation", "wikitext-2-raw-v1": "test"}
@@ -67,9 +64,3 @@ def test_both_texts_are_written_and_others_than_the_measured_ones_are_told(
     expected = tuple(replace(text, sha256=digest) for text, digest in zip(texts.TEXTS, found, strict=True))
     monkeypatch.setattr(texts, "TEXTS", expected)
     texts.main()  # ends without complaint
-
-
-def test_what_is_evaluated_on_is_one_string_whether_a_file_or_the_data_set_is_named(texts, dataset, tmp_path):
-    rows = documents(DatasetSource(name=str(dataset), config="wikitext-2-raw-v1"), "evaluation")
-    (tmp_path / "test.txt").write_bytes(texts.joined(rows).encode())
-    assert documents(DatasetSource(text=str(tmp_path / "test.txt")), "evaluation") == ["\n\n".join(rows)]

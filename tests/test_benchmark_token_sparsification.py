@@ -58,26 +58,6 @@ def test_the_output_is_the_formula_of_the_paper(program, model, data):
     torch.testing.assert_close(model.outputs(tokens), torch.tensor(expected, dtype=torch.float64))
 
 
-def test_attention_is_a_probability_and_all_of_it_is_on_relevant_tokens_where_there_are_no_others(program, model, data):
-    data = in_double(program, data)
-    attention = model.attention(data.tokens)
-    assert attention.shape == (SEEDS, SAMPLES, 50, 50)
-    assert (attention >= 0).all()
-    torch.testing.assert_close(attention.sum(dim=-1), torch.ones(SEEDS, SAMPLES, 50, dtype=torch.float64))
-    relevant, every = (program.relevant_attention(model, data._replace(relevant=r)) for r in (
-        data.relevant, torch.ones_like(data.relevant)))  # fmt: skip
-    others = program.relevant_attention(model, data._replace(relevant=~data.relevant))
-    assert ((relevant > 0) & (relevant < 1)).all()
-    torch.testing.assert_close(every, torch.ones(SEEDS, dtype=torch.float64))
-    torch.testing.assert_close(relevant + others, every)
-
-
-def test_uniform_attention_is_on_relevant_tokens_by_their_share(program, model, data):
-    model = model._replace(query=torch.zeros_like(model.query))
-    found = program.relevant_attention(model, in_double(program, data))
-    torch.testing.assert_close(found, torch.full((SEEDS,), 0.6, dtype=torch.float64))
-
-
 def test_the_gradient_of_each_seed_is_that_of_finite_differences(program, model, data):
     data, step = in_double(program, data), 1e-6
     found = program.gradients(model, data)
@@ -126,61 +106,6 @@ def test_each_removal_takes_as_many_tokens_of_its_own_kind(program, model, data)
         )
 
 
-def test_the_model_whose_attention_is_used_was_trained_on_whole_samples(program, monkeypatch):
-    tiny = {"samples": 20, "steps": 20, "relevant": 0.6, "noisy": 0.3}
-    for name, value in {"ATTENTION": tiny, "REMOVAL": tiny, "TEST_SAMPLES": 4}.items():
-        monkeypatch.setattr(program, name, value)
-    seen, own = [], program.without
-    monkeypatch.setattr(program, "without", lambda data, removal, trained: (
-        seen.append((data, removal, trained)), own(data, removal, trained))[1])  # fmt: skip
-    found = program.measured(2)
-    data, test, trained = (next(call[i] for call in seen if call[1] == "least attended" and len(call[0].labels[0]) == n)
-                           for i, n in ((0, 20), (0, 4), (2, 20)))  # fmt: skip
-    for measure, of in (("training loss", data), ("test loss", test), ("whole test loss", test)):
-        torch.testing.assert_close(found["none"][measure][-1], program.hinge(trained, of), rtol=0, atol=0)
-        assert not torch.equal(found["none"][measure][-1], found["none"][measure][0])
-
-
-def test_half_of_the_neurons_are_removed_by_the_norm_of_their_weights_and_the_others_stay(program, model):
-    left = {half: program.halved(model, half).hidden for half in program.HALVES}
-    norms = model.hidden.norm(dim=-1)
-    for seed in range(SEEDS):
-        order = norms[seed].argsort().tolist()  # 6 neurons
-        gone = {half: set((hidden[seed] == 0).all(dim=-1).nonzero()[:, 0].tolist()) for half, hidden in left.items()}
-        assert gone["smallest"] == set(order[:3])
-        assert gone["largest"] == set(order[3:])
-        assert len(gone["random"]) == 3
-        for half, hidden in left.items():
-            stays = [n for n in range(6) if n not in gone[half]]
-            assert torch.equal(hidden[seed, stays], model.hidden[seed, stays])
-
-
-def test_accuracy_is_the_share_of_outputs_with_the_sign_of_the_label(program, model, data):
-    data = in_double(program, data)
-    right = [
-        sum(slow_output(model, seed, sample) * label > 0 for sample, label in zip(
-            data.tokens[seed, :, :5], data.labels[seed].tolist(), strict=True)) / SAMPLES
-        for seed in range(SEEDS)
-    ]  # fmt: skip
-    found = program.accuracy(model, data._replace(tokens=data.tokens[:, :, :5]))
-    assert found.tolist() == right
-
-
-def test_the_printed_initialisation_saturates_the_softmax_and_ours_does_not(program, monkeypatch):
-    data = program.Data(*(v[None] for v in program.draw(0, SAMPLES, relevant=0.5, noisy=0.0)))
-    largest = {}
-    for scale in (program.DELTA, program.DELTA**2 / 0.1**2):
-        monkeypatch.setattr(program, "DELTA", scale)
-        model = program.Model(*(w[None] for w in program.start(0)))
-        weight, attention = model.query[0, 0, 0], model.attention(data.tokens)
-        assert float(weight) == pytest.approx(scale)
-        same = (data.tokens @ data.tokens.mT) > 0.5  # of the same pattern
-        largest[scale] = float((attention * same).sum(dim=-1).mean())
-    ours, printed = largest.values()
-    assert ours < 0.3
-    assert printed > 0.99
-
-
 def run(program: ModuleType, monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
     monkeypatch.setattr(sys, "argv", ["token_sparsification.py", *map(str, arguments)])
     with pytest.raises(SystemExit) as ended:
@@ -211,11 +136,6 @@ def test_the_command_writes_its_files_and_ends_with_status_1_if_a_claim_does_not
     first = {r["seed"]: r["value"] for r in rows if (r["curve"], r["measure"], r["step"]) == ("none", "test loss", "0")}
     assert all(float(value) == pytest.approx(1.0, abs=0.05) for value in first.values())
     assert len(set(first.values())) == 2
-
-
-def test_one_seed_has_no_confidence_interval(program, tmp_path, monkeypatch, capsys):
-    assert run(program, monkeypatch, "--output", tmp_path, "--seeds", 1) == 2
-    assert "--seeds 1: a confidence interval needs at least 2 seeds" in capsys.readouterr().err
 
 
 def test_an_interval_is_that_of_students_t(program):
