@@ -6,22 +6,19 @@ import dataclasses
 import logging
 import math
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 
 from compressx.allocation.methods import Curves, allocate, stored_windows
 from compressx.allocation.units import check_allocation, units_of
-from compressx.api.exporter import PlannedModel
 from compressx.api.names import in_short, kind_of
 from compressx.api.patterns import Structured, Unstructured
 from compressx.api.projections import parent
 from compressx.api.record import RunReport
-from compressx.blocks.stage import statistics_bytes
 from compressx.models.architecture import count_parameters
-from compressx.models.gguf_export import GgufOptions, file_bytes
 from compressx.planning.plan import Plan
+from compressx.plugins.kinds import EXPORTER
 from compressx.recipe.sections import Allocation, AttentionAware, DivergenceAllocation, TargetBudget
-from compressx.recipe.validation import validate_options
 from compressx.report.section import Column, Section, count_of, table
 from compressx.runtime.errors import Mistakes, RecipeError
 from compressx.stages.state import RunState, Stage
@@ -31,7 +28,6 @@ from compressx.stages.store import ALLOCATED, Allocated
 class Allocate(Stage):
     """Choose the sparsities on the calibration text of all processes; the first process measures."""
 
-    during = "allocate"
     everywhere = True
 
     def check(self, state: RunState, plan: Plan | None, mistakes: Mistakes) -> None:
@@ -53,15 +49,6 @@ class Allocate(Stage):
                 "see; expected at least 2"
             ))  # fmt: skip
 
-    def memory(self, state: RunState) -> Mapping[str, int]:
-        """Return the bytes of hidden states, of gradients, both if in memory, and of a block's statistics."""
-        text, settings = state.recipe.calibration, state.plan.allocation
-        if text is None or settings is None:
-            return {}
-        states = state.hidden_bytes(stored_windows(state.plan, settings, text.samples))
-        parts = {} if state.in_files(states) else {"hidden states and gradients": states}
-        return {**parts, **statistics_bytes(state)}
-
     def run(self, state: RunState) -> None:
         """Choose, unless an interrupted run has."""
         with state.loaded.at("allocation"):
@@ -75,7 +62,7 @@ class Allocate(Stage):
             if any(" of " in x.pattern for x in report.layers):
                 yield (
                     "Units that went whole are zeros here, since a config of transformers has one width for all "
-                    "blocks; `compressx export --format gguf` gives each block its own."
+                    "blocks; `compressx export` gives each block its own."
                 )
 
     def sections(self, report: RunReport) -> Iterator[Section]:
@@ -89,7 +76,7 @@ class Allocate(Stage):
         if chosen.parameters is not None:
             dense, left = chosen.parameters
             note += f" Of {dense} parameters {left} are left, {left / dense:.2%}"
-            files = [f"; the GGUF file has {x['bytes']} bytes" for x in report.exports if x["format"] == "gguf"]
+            files = [f"; {x['format']} has {x['bytes']} bytes" for x in report.exports]
             asked = [f"; asked for: {name} {x:.10g} at most" for name, x in chosen.budget.items()]
             note += "".join([*files, *asked]) + "."
         if any(unit.divergence is not None for unit in chosen.units):
@@ -151,21 +138,17 @@ def _size(state: RunState, plan: Plan, budget: TargetBudget) -> tuple[int, float
     biases = sum(parameters[f"{name}.bias"].numel() for name in owned if f"{name}.bias" in parameters)
     if budget.bytes is None:
         return count_parameters(state.skeleton), 1 + biases / weights
-    sizes = file_bytes(*_exported(state))
+    exporters = (state.exporter(i)[1] for i in range(len(state.recipe.export)))
+    if (sized := next((x for x in exporters if hasattr(x, "tensor_bytes")), None)) is None:
+        able = [name for name, spec in state.plugins.offers[EXPORTER.key].items() if spec.own_widths]
+        raise RecipeError(
+            "bytes are those of a file in which each block has its own width; add export: with a format that can, such "
+            f"as {', '.join(able)}"
+        )
+    sizes = sized.tensor_bytes(state.planned_model)
     matrices = {f"{x.name}.weight" for x in plan.linears} | {parent(x.name) for x in plan.linears}
     of_linears = sum(size for name, size in sizes.items() if name in matrices)
-    return sum(sizes.values()), (of_linears + 4 * biases) / weights
-
-
-def _exported(state: RunState) -> tuple[PlannedModel, GgufOptions]:
-    """Return the model as it is exported as GGUF, and how."""
-    for i, export in enumerate(state.recipe.export):
-        if export.format == "gguf":
-            where = partial(state.loaded.where, "export", i, "options")
-            return PlannedModel(state.skeleton, state.gguf), validate_options(GgufOptions, export.options, where)
-    raise RecipeError(
-        "bytes are those of a GGUF file, the one format with a width for each block; add export: [{format: gguf}]"
-    )
+    return sum(sizes.values()), (of_linears + 4 * biases) / weights  # biases are stored in float32
 
 
 def _measured(state: RunState, settings: Allocation) -> None:
@@ -204,4 +187,5 @@ def _remembered(state: RunState, curves: Callable[[], Curves]) -> Curves:
     """Return cached measurements of the same model, text and rules, whatever the target, or measure."""
     measuring = {k: v for k, v in state.inputs.get("allocation", {}).items() if k != "target"}
     key = {**state.inputs, "allocation": measuring, "reconstruct_block": None}
-    return state.cached(key, curves, "allocations", dict[str, list[list[float]]])
+    # Without inputs, as where a run is only timed, nothing tells what was measured.
+    return state.cached(key, curves, "allocations", dict[str, list[list[float]]]) if state.inputs else curves()

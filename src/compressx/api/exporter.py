@@ -21,8 +21,8 @@ class FinishedModel:
         tokenizer: its tokenizer.
         masks: which weights are kept, by the names of linears: a `masks.MaskSet`.
         base: folder with the safetensors of the model whose bits a dropped weight has, if the recipe names a `base`
-            that is no GGUF file.
-        gguf: the GGUF file that the dense model was read from, if it was one.
+            that is a folder.
+        source: the single file that the dense model was read from; None if that was a folder.
     """
 
     folder: Path
@@ -30,7 +30,7 @@ class FinishedModel:
     tokenizer: Any
     masks: Mapping[str, Any]
     base: Path | None = None
-    gguf: Path | None = None
+    source: Path | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,13 +39,13 @@ class PlannedModel:
 
     Attributes:
         model: the dense transformers model; weights may be on the `meta` device.
-        gguf: as for `FinishedModel`.
+        source: as for `FinishedModel`.
         own_widths: whether an allocation will give each block its own number of neurons or key/value groups.
         tokenizer: its tokenizer, if it is known.
     """
 
     model: Any
-    gguf: Path | None = None
+    source: Path | None = None
     own_widths: bool = False
     tokenizer: Any = None
 
@@ -53,8 +53,10 @@ class PlannedModel:
 class Exporter(Protocol):
     """Writes models in one format.
 
-    It may have a method `check(planned: PlannedModel) -> None`, which raises what `export` would raise hours later, and
-    an attribute `loads`, the name of its only file, one that compressx can load: a run then measures its perplexity.
+    It may have a method `check(planned: PlannedModel) -> None`, which raises what `export` would raise hours later; an
+    attribute `loads`, the name of its only file, one that compressx can load: a run then measures its perplexity; and a
+    method `tensor_bytes(planned: PlannedModel) -> Mapping[str, int]`, the bytes of the dense model in this format by
+    the names of its parameters, and of all else under the empty name: for budgets of bytes.
     """
 
     def export(self, model: FinishedModel, folder: Path) -> str | None:
@@ -70,9 +72,14 @@ class ExporterSpec:
         summary: one line for people.
         options: pydantic model of the recipe's `options:`; unknown options are refused whatever its own config says.
         build: makes the exporter from validated options.
+        dense: whether it writes what a run has in `model` in any case: weights with their zeros, as transformers loads
+            them.
+        own_widths: whether each block can have its own number of neurons or key/value groups.
     """
 
     name: str
     summary: str
     options: type[BaseModel]
     build: Callable[[Any], Exporter]
+    dense: bool = False
+    own_widths: bool = False

@@ -6,7 +6,7 @@ With W = W_0 + tau, a pruner of single linears prunes tau as it would prune W, b
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -23,13 +23,12 @@ from compressx.models.streaming import open_base
 from compressx.planning.plan import Plan
 from compressx.recipe.rules import matches
 from compressx.runtime.errors import ArtifactError, Mistakes, RecipeError, UnsupportedModelError, did_you_mean
-from compressx.stages.state import RunState, Stage, StageName
+from compressx.stages.state import RunState, Stage
 
 
 class OpenBase(Stage):
     """Open the base, and check that the model can be a fine-tune of it."""
 
-    during: StageName = "prune"
     everywhere = True
 
     def check(self, state: RunState, plan: Plan | None, mistakes: Mistakes) -> None:
@@ -56,15 +55,6 @@ class OpenBase(Stage):
             with mistakes.collected(), loaded.at("base_keeps", i):
                 if state.skeleton is not None and plan is not None:
                     _kept(state.skeleton, plan, glob)
-
-    def memory(self, state: RunState) -> Mapping[str, int]:
-        """Return the bytes of the base that are in memory: those of the largest block, where it is streamed."""
-        if state.recipe.base is None:
-            return {}
-        whole = not state.recipe.base.streaming or find_checkpoint(state.recipe.base).gguf_file is not None
-        parts = [state.skeleton] if whole else [*find_blocks(state.skeleton).values()]
-        most = max(sum(p.numel() for p in part.parameters()) for part in parts)
-        return {"the base" if whole else "a block of the base": most * state.dtype.itemsize}
 
     def run(self, state: RunState) -> None:
         """Open it."""

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import copy
 import shutil
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
-
-import torch
-from torch import Tensor
 
 from compressx.api.names import kind_of
 from compressx.api.patterns import allocated_form
-from compressx.api.pruner import AnyPruner, Block, Linear, Statistic, statistic_of
+from compressx.api.pruner import Block
 from compressx.api.record import BlockReport, LayerReport, RunReport, total_sparsity
-from compressx.blocks.depth import choose_blocks, last_linear, refuse_needed, solved_beside
+from compressx.blocks.depth import choose_blocks, refuse_needed, solved_beside
 from compressx.blocks.fisher import FisherDiagonal, fisher_diagonal
-from compressx.blocks.observe import inputs_watched, is_routed
 from compressx.blocks.prune import hold_routers, prune_model
-from compressx.models.architecture import find_blocks, survey, text_config
+from compressx.models.architecture import survey, text_config
 from compressx.models.blockwise import HiddenStates
 from compressx.planning.plan import Plan
 from compressx.report import figures
@@ -29,7 +22,7 @@ from compressx.report.section import Column, Section, Value, count_of, number_of
 from compressx.runtime.code import __version__
 from compressx.runtime.errors import Mistakes
 from compressx.runtime.ranks import refuse_few_windows
-from compressx.stages.state import RunState, Stage, lower
+from compressx.stages.state import RunState, Stage
 
 _SECONDS = Column("seconds", ".1f")
 
@@ -37,25 +30,7 @@ _SECONDS = Column("seconds", ".1f")
 class ChooseBlocks(Stage):
     """Choose the decoder blocks that go, on the dense model, if a rule drops some."""
 
-    during = "calibrate"
     everywhere = True
-
-    def memory(self, state: RunState) -> Mapping[str, int]:
-        """Return the bytes that trials hold, hidden states and predictions, and those of solving."""
-        text, depth = state.recipe.calibration, state.plan.depth
-        if text is None or depth is None:
-            return {}
-        pruner = depth.rule.build_depth()
-        # Those that enter a block, and those that leave it.
-        windows = 2 * min(text.batch_size, text.samples, pruner.windows) * (1 + len(find_blocks(state.skeleton)))
-        predictions = 3 * 4 * text.sequence_length * text_config(state.skeleton).vocab_size
-        parts = {"hidden states of trials": state.hidden_bytes(windows), "predictions of a window": predictions}
-        if not getattr(pruner, "solves", False) or state.recipe.base is not None:
-            return parts
-        if not state.in_files(states := state.hidden_bytes(3 * text.samples)):
-            parts["hidden states of solving"] = states
-        last = last_linear(_block(state.skeleton, depth.blocks[0]))
-        return {**parts, "equations of a linear": 0 if last is None else 3 * 8 * last.in_features**2}
 
     def run(self, state: RunState) -> None:
         """Let the pruner choose blocks, unless an interrupted run has."""
@@ -96,16 +71,7 @@ class ChooseBlocks(Stage):
 class Sensitivities(Stage):
     """Measure mean squared gradients of the dense model's loss, if a block that is not yet pruned needs them."""
 
-    during = "calibrate"
     everywhere = True
-
-    def memory(self, state: RunState) -> Mapping[str, int]:
-        """Return the bytes of one batch's hidden states between all blocks, through which a gradient goes back."""
-        text = state.recipe.calibration
-        if text is None or not state.plan.reads_gradients:
-            return {}
-        windows = min(text.batch_size, text.samples) * (1 + len(find_blocks(state.skeleton)))
-        return {"hidden states between all blocks": state.hidden_bytes(windows)}
 
     def run(self, state: RunState) -> None:
         """Measure them on this process's text; all processes get the mean over all text."""
@@ -122,16 +88,7 @@ class Sensitivities(Stage):
 class Prune(Stage):
     """Prune the blocks that an interrupted run has not finished, and record each."""
 
-    during = "prune"
     everywhere = True
-    names = ("calibrate", "allocate", "prune")
-
-    def advice(self, state: RunState) -> Iterator[str]:
-        """Yield the values that decide how much of the text is held at a time."""
-        if (text := state.recipe.calibration) is not None:
-            yield from lower(text, "calibration", "batch_size", "samples", "sequence_length")
-            if text.memory_limit is None:
-                yield "set calibration.memory_limit: 4GB"
 
     def check(self, state: RunState, plan: Plan | None, mistakes: Mistakes) -> None:
         """Refuse fewer calibration windows than processes, if the plan calibrates."""
@@ -139,14 +96,6 @@ class Prune(Stage):
         if plan is not None and plan.needs_calibration and calibration is not None:
             with mistakes.collected(), state.loaded.at("calibration"):
                 refuse_few_windows(calibration.samples, state.ranks.size)
-
-    def memory(self, state: RunState) -> Mapping[str, int]:
-        """Return the bytes of the hidden states between two blocks, if in memory, and of one block's statistics."""
-        text = state.recipe.calibration
-        if text is None or not state.plan.needs_calibration:
-            return {}
-        states = state.hidden_bytes(state.plan.streams * text.samples)
-        return {**({} if state.in_files(states) else {"hidden states": states}), **statistics_bytes(state)}
 
     def run(self, state: RunState) -> None:
         """Prune; the plan is final."""
@@ -180,77 +129,6 @@ class Prune(Stage):
         yield from by_module(report)
         yield from _heat(report)
         yield from _blocks(report)
-
-
-def statistics_bytes(state: RunState) -> dict[str, int]:
-    """Return the bytes of the statistics of the largest block, of whatever pruners.
-
-    Statistics are made and updated on the meta device, where tensors have no numbers; of one that cannot be updated
-    there, what it has when it is made is counted. Linears that the model gives the same input share one.
-    """
-    text, planned, skeleton = state.recipe.calibration, state.plan, state.skeleton
-    if text is None or not planned.needs_calibration or not planned.linears:
-        return {}
-    fqn = max(find_blocks(skeleton), key=lambda name: sum(x.weights for x in planned.linears if x.block == name))
-    block = _block(skeleton, fqn)
-    linears = block.linears
-    windows = (text.samples, text.sequence_length)
-    inputs, size = _inputs(skeleton, linears, text.sequence_length), 0
-    with torch.device("meta"):
-        fresh: dict[str, list[Statistic]] = {}  # by input
-        for plugin, pruner, name in _pruners(planned, fqn):
-            statistic, seen = statistic_of(plugin, pruner, block, name), fresh.setdefault(inputs[name], [])
-            if statistic is not None and statistic not in seen:
-                seen.append(statistic)
-                size += _size(statistic, (*windows, linears[name].in_features), skeleton.dtype)
-    return {"statistics of the largest block": size} if size else {}
-
-
-def _block(skeleton: Any, fqn: str) -> Block:
-    blocks = find_blocks(skeleton)
-    return Block(list(blocks).index(fqn), fqn, blocks[fqn], survey(skeleton).inside(fqn), (), text_config(skeleton))
-
-
-def _pruners(planned: Plan, fqn: str) -> Iterator[tuple[str, AnyPruner, str]]:
-    """Yield the pruners of a block, each with its plugin's name and a linear that it is asked about."""
-    built = planned.build()
-    for rule, patterns in planned.decided_in(fqn).items():
-        for spec, pruner in zip((rule.pruner, rule.reconstructor), built[rule], strict=True):
-            if spec is not None and pruner is not None:
-                yield from ((spec.name, pruner, name) for name in patterns)
-
-
-def _inputs(skeleton: Any, linears: Mapping[str, Linear], length: int) -> dict[str, str]:
-    """Return for each linear the first linear that has the same input; itself, where the model cannot say so."""
-    first: list[tuple[Tensor, str]] = []
-    found = {name: name for name in linears}
-
-    def take(name: str, x: Tensor) -> None:
-        found[name] = next((other for seen, other in first if seen is x), name)
-        first.append((x, found[name]))
-
-    # Without a mask most models look at numbers, which the meta device has not; with one some do not run. Routers
-    # always look at numbers: what was seen before them counts.
-    for extra in ({"attention_mask": torch.zeros(1, 1, length, length, device="meta")}, {}):
-        with suppress(Exception), torch.no_grad(), inputs_watched(linears, take):
-            skeleton(torch.zeros(1, length, dtype=torch.int64, device="meta"), use_cache=False, **extra)
-        if first:
-            break
-    return found
-
-
-def _size(statistic: Statistic, shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    """Return the bytes of a copy of a statistic after inputs of a shape."""
-    statistic = copy.copy(statistic)  # the one that is compared with others stays fresh
-    with suppress(Exception):  # one of a third party may look at numbers
-        if not is_routed(statistic):
-            statistic.update(torch.empty(shape, dtype=dtype))
-        return _total(x for x, _ in statistic.tensors().values())
-    return _total(x for x in vars(statistic).values() if isinstance(x, Tensor))
-
-
-def _total(tensors: Iterable[Tensor]) -> int:
-    return sum(x.numel() * x.element_size() for x in tensors)
 
 
 def _report(state: RunState, report: BlockReport, total: int) -> None:

@@ -77,7 +77,7 @@ def plan(
     from compressx.cli import tables, terminal
     from compressx.models.access import device_for
     from compressx.pipeline.run import loaded_recipe
-    from compressx.pipeline.sizes import sizes_of
+    from compressx.pipeline.sizes import disk_bytes, memory_bytes
     from compressx.pipeline.stages import prepare
     from compressx.stages.state import RunState
 
@@ -86,7 +86,7 @@ def plan(
     loaded = loaded_recipe(recipe, overrides, plugins)
     state = RunState(loaded, plugins, where, measured=False, replace=replace)
     prepare(state)
-    sizes = sizes_of(state)
+    sizes = {"memory_bytes": memory_bytes(state), "disk_bytes": disk_bytes(state, state.plan)}
     measured = None
     if timed:
         from compressx.pipeline.timed import time_run
@@ -95,9 +95,9 @@ def plan(
             measured = time_run(state, tell)
     if as_json:
         time = {} if measured is None else {"time": measured.to_dict()}
-        click.echo(json_text({**state.plan.to_dict(), **sizes.to_dict(), **time}, indent=1))
+        click.echo(json_text({**state.plan.to_dict(), **sizes, **time}, indent=1))
         return
-    terminal.show(*tables.of_plan(state.plan, every=every), *tables.of_sizes(sizes), *tables.of_time(measured))
+    terminal.show(*tables.of_plan(state.plan, every=every), *tables.of_sizes(**sizes), *tables.of_time(measured))
     if state.plan.linears and (told := tables.full_size(loaded.recipe, plugins)):
         click.echo(told)
 

@@ -13,6 +13,7 @@ from compressx.api.names import folded, kind_of
 from compressx.api.patterns import UNIT_KINDS
 from compressx.masks.inspect import AS_BASE, sparsity_of
 from compressx.planning.make import who_prunes
+from compressx.plugins.kinds import EXPORTER
 from compressx.report import plots
 from compressx.report.section import Column, Section, Spread, Value, count_of, estimates, table
 
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from compressx.evaluation.saved import Applied
     from compressx.masks.inspect import Inspected, Inspection
     from compressx.models.packed_folder import Sizes
-    from compressx.pipeline.sizes import RunSizes
     from compressx.pipeline.timed import RunTime
     from compressx.planning.plan import Plan
     from compressx.plugins.manager import Plugins
@@ -42,12 +42,12 @@ _SPECTRA = (
 def full_size(recipe: Recipe, plugins: Plugins) -> str:
     """Say that zeros are stored, and what makes that smaller; empty where a recipe did it, or keeps no `model/`."""
     units = any(isinstance(rule.pattern, str) for rule in recipe.prune)  # `shrink` may have refused their widths
-    formats = [export.format for export in recipe.export]
-    if recipe.shrink or "safetensors" not in formats or (units and "gguf" in formats):
+    formats = [plugins.find(EXPORTER, export.format) for export in recipe.export]
+    if recipe.shrink or not any(x.dense for x in formats) or (units and any(x.own_widths for x in formats)):
         return ""
     stored = f"files are as large as the dense model's: compressx {{}} {shlex.quote(str(recipe.output))}"
     if units:
-        return f"{stored.format('export')} --format gguf writes a smaller one, in which each block has its own width"
+        return f"{stored.format('export')} writes a smaller one, in which each block has its own width"
     able = ", ".join(f"{unit} ({who_prunes(unit, plugins)})" for unit in UNIT_KINDS)
     return f"{stored.format('pack')} makes them smaller; for a smaller model, set shrink: true and prune units: {able}"
 
@@ -86,11 +86,10 @@ def of_plan(plan: Plan, *, every: bool = False) -> Iterator[Section]:
         )
 
 
-def of_sizes(sizes: RunSizes) -> Iterator[Section]:
-    """Yield the memory of each stage of a run and its disk, by part."""
-    for stage, parts in sizes.memory.items():
-        yield Section(note=f"memory to {stage}: at least {_bytes(parts)}")
-    yield Section(note=f"disk: {_bytes(sizes.disk)}")
+def of_sizes(memory_bytes: Mapping[str, int], disk_bytes: Mapping[str, int]) -> Iterator[Section]:
+    """Yield the memory that pruning takes and the disk of a run, by part."""
+    yield Section(note=f"memory: at least {_bytes(memory_bytes)}")
+    yield Section(note=f"disk: {_bytes(disk_bytes)}")
 
 
 def of_time(measured: RunTime | None) -> Iterator[Section]:

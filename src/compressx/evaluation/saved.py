@@ -179,13 +179,13 @@ def export_saved(
     with blamed_on(f"exporter {name!r}"):
         exporter: Any = spec.build(given)
         file: str | None = getattr(exporter, "loads", None)
-        gguf = None if checkpoint.gguf_file is None else checkpoint.file
-        if checkpoint.gguf_file is not None and file is None:
-            raise ArtifactError(f"{checkpoint.file} is a GGUF file, and {name} is made of a folder of safetensors")
+        single = checkpoint.single_file
+        if single is not None and file is None:
+            raise ArtifactError(f"{single} is a GGUF file, and {name} is made of a folder of safetensors")
         if hasattr(exporter, "check"):
-            exporter.check(PlannedModel(load_skeleton(checkpoint), gguf, tokenizer=tokenizer))
+            exporter.check(PlannedModel(load_skeleton(checkpoint), single, tokenizer=tokenizer))
         folder = Path(checkpoint.location)
-        if checkpoint.gguf_file is None:
+        if single is None:
             folder = local_folder(checkpoint)
             local_folder(checkpoint, SETTINGS)  # of the hub, into the same folder
         masks = None if source.path is None else source.path.expanduser() / "masks.safetensors"
@@ -201,7 +201,7 @@ def export_saved(
                         refuse_damage(module, fqn)
                 access.save(tokenizer, building / BLOCKS, folder)
                 _, left = keep_settings(checkpoint, folder, card=True)
-            told = exporter.export(FinishedModel(folder, access, tokenizer, held, None, gguf), building / "made")
+            told = exporter.export(FinishedModel(folder, access, tokenizer, held, None, single), building / "made")
             told = told or left_out(left)
     return sum(path.stat().st_size for path in (output, *output.rglob("*")) if path.is_file()), told
 

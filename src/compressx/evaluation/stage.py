@@ -16,7 +16,7 @@ from compressx.prompts.selection import selecting_of
 from compressx.report.contents import evaluation
 from compressx.report.section import Column, Section, count_of, shaded, table
 from compressx.runtime.errors import Mistakes
-from compressx.stages.state import RunState, Stage, StageName, lower
+from compressx.stages.state import RunState, Stage, StageName
 
 
 class EvaluateDense(Stage):
@@ -26,13 +26,6 @@ class EvaluateDense(Stage):
         """Let the evaluators refuse what they cannot measure."""
         settings = state.recipe.evaluate or {}
         check_evaluators(settings, state.plugins, state.skeleton, state.tokenizer, mistakes, state.loaded.source)
-
-    names = ("evaluate dense", "evaluate pruned", "evaluate finetuned")
-
-    def advice(self, state: RunState) -> Iterator[str]:
-        """Yield the values of each evaluator that decide its memory."""
-        for name, options in (state.recipe.evaluate or {}).items():
-            yield from lower(options, f"evaluate.{name}", "batch_size", "sequence_length")
 
     def run(self, state: RunState) -> None:
         """Measure."""

@@ -72,6 +72,11 @@ class Checkpoint:
         return Path(self.location).absolute() / str(self.gguf_file)
 
     @property
+    def single_file(self) -> Path | None:
+        """The GGUF file; None of a folder."""
+        return None if self.gguf_file is None else self.file
+
+    @property
     def arguments(self) -> dict[str, Any]:
         """Keyword arguments for every `from_pretrained`."""
         arguments: dict[str, Any] = {"trust_remote_code": self.trust_remote_code}

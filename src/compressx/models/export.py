@@ -346,4 +346,4 @@ class SafetensorsExporter:
 def compressx_exporters() -> list[ExporterSpec]:
     """Offer the exporter to recipes."""
     summary = "dense, with zeros, as transformers loads it"
-    return [ExporterSpec("safetensors", summary, NoOptions, lambda _: SafetensorsExporter())]
+    return [ExporterSpec("safetensors", summary, NoOptions, lambda _: SafetensorsExporter(), dense=True)]

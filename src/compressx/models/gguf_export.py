@@ -640,27 +640,11 @@ def _described(architecture: str, parts: Sequence[_Cut]) -> str:
 
 def _planned(planned: PlannedModel, options: GgufOptions) -> tuple[TemplateGguf, list[_Written]]:
     """Return what the file of a model is like, and its tensors."""
-    like = TemplateGguf.read(options.like, planned.gguf)
+    like = TemplateGguf.read(options.like, planned.source)
     refuse_foreign(planned.model, like)
     own_tokenizer(like, planned.tokenizer)
     cuts = [_Cut(fqn) for fqn in find_blocks(planned.model)]
     return like, _Places(planned.model, like, like.architecture).written(cuts, options.type)
-
-
-def file_bytes(planned: PlannedModel, options: GgufOptions) -> dict[str, int]:
-    """Return what the file of a model takes, by the names of its tensors in transformers; what is no tensor under `""`.
-
-    That is some 4096 bytes too much, for numbers of blocks that become lists.
-
-    Raises:
-        ArtifactError: as `TemplateGguf.read`, or a file of another model.
-    """
-    like, tensors = _planned(planned, options)
-    weights = sum(int(x.nbytes) for x in gguf_header.stored_arrays(like.path).values())
-    found = {"": 4096 + like.path.stat().st_size - weights}
-    for x in tensors:
-        found[x.source] = found.get(x.source, 0) + stored_bytes(x.shape, x.stored)
-    return found
 
 
 class GgufExporter:
@@ -680,9 +664,18 @@ class GgufExporter:
                 "each its own; drop allocation, and give each rule its sparsity"
             )
 
+    def tensor_bytes(self, planned: PlannedModel) -> dict[str, int]:
+        """Return the bytes of each tensor, and under the empty name some 4096 too much, for lists of widths."""
+        like, tensors = _planned(planned, self.options)
+        weights = sum(int(x.nbytes) for x in gguf_header.stored_arrays(like.path).values())
+        found = {"": 4096 + like.path.stat().st_size - weights}
+        for x in tensors:
+            found[x.source] = found.get(x.source, 0) + stored_bytes(x.shape, x.stored)
+        return found
+
     def export(self, model: FinishedModel, folder: Path) -> str:
         """Write the file."""
-        like = TemplateGguf.read(self.options.like, model.gguf)
+        like = TemplateGguf.read(self.options.like, model.source)
         own = own_tokenizer(like, model.tokenizer, model.folder)
         return export_gguf(model.access, like, self.options.type, folder / self.loads, own=own)
 
@@ -691,4 +684,4 @@ class GgufExporter:
 def compressx_exporters() -> list[ExporterSpec]:
     """Offer the exporter to recipes."""
     summary = "one file for llama.cpp, without units that are all zeros"
-    return [ExporterSpec("gguf", summary, GgufOptions, GgufExporter)]
+    return [ExporterSpec("gguf", summary, GgufOptions, GgufExporter, own_widths=True)]

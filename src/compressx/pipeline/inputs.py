@@ -28,7 +28,7 @@ from compressx.recipe.schema import LoadedRecipe
 from compressx.recipe.sources import ComputeDtype, Generate
 from compressx.runtime.code import code_versions
 from compressx.runtime.errors import Mistakes, RecipeError
-from compressx.stages.state import RunState, Stage, StageName
+from compressx.stages.state import RunState, Stage
 from compressx.stages.store import Journal, recorded_arithmetic
 from compressx.training.finetune import training_windows
 
@@ -37,14 +37,6 @@ class Inputs(Stage):
     """Read every text, open the model, choose the arithmetic, and open the journal."""
 
     everywhere = True
-    names = get_args(StageName)
-
-    def advice(self, state: RunState) -> Iterator[str]:
-        """Yield that the weights can stay on disk, where they can."""
-        source = state.recipe.model
-        gguf = source.package is not None or (source.path is not None and source.path.suffix == ".gguf")
-        if state.checkpoint is not None and not state.recipe.finetune and source.streaming is not True and not gguf:
-            yield "set model.streaming: true"
 
     def check(self, state: RunState, plan: Plan | None, mistakes: Mistakes) -> None:
         """Refuse datasets that cannot be read, and windows that cannot be drawn."""

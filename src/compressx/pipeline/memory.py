@@ -26,7 +26,8 @@ from compressx.models.architecture import refuse_prepared
 from compressx.models.blockwise import evaluation_mode
 from compressx.models.generate import check_ids
 from compressx.pipeline.run import report_of
-from compressx.pipeline.stages import memory_advised, prepare, walk
+from compressx.pipeline.sizes import memory_advised
+from compressx.pipeline.stages import prepare, walk
 from compressx.plugins.manager import Plugins, load_plugins
 from compressx.recipe.schema import recipe_in_memory
 from compressx.runtime.code import __version__, library_versions

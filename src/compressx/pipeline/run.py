@@ -21,8 +21,9 @@ from compressx.models.export import check_unfinished, forget_blocks, output_fold
 from compressx.models.streaming import open_model
 from compressx.pipeline.card import card
 from compressx.pipeline.inputs import opened
-from compressx.pipeline.saving import earlier_run, is_finished, written
-from compressx.pipeline.stages import memory_advised, prepare, sections, walk
+from compressx.pipeline.saving import earlier_run, export_all, is_finished
+from compressx.pipeline.sizes import memory_advised
+from compressx.pipeline.stages import prepare, sections, walk
 from compressx.planning.plan import Plan
 from compressx.plugins.manager import Plugins, load_plugins
 from compressx.recipe.document import from_python
@@ -205,7 +206,7 @@ def _write_reports(state: RunState, folder: Path) -> RunReport:
     assert state.checkpoint is not None  # noqa: S101 - found by the checks
     written_card = card(state.loaded, state.plan, report, state.checkpoint, state.tokenizer)
     atomic_write(folder / "model/README.md", written_card.encode())
-    report = dataclasses.replace(report, exports=tuple(written(state, folder)))
+    report = dataclasses.replace(report, exports=tuple(export_all(state, folder)))
     recipe = state.loaded.to_yaml()
     shown = [*sections(report, recipe)]
     for name, text in {

@@ -10,29 +10,24 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from compressx.api.exporter import Exporter, FinishedModel, PlannedModel
+from compressx.api.exporter import FinishedModel
 from compressx.data.documents import local_files
 from compressx.evaluation.evaluators import evaluate
 from compressx.masks.maskset import MaskSet
 from compressx.models.access import InMemory
-from compressx.models.architecture import find_blocks, survey
+from compressx.models.architecture import survey
 from compressx.models.checkpoint import Checkpoint, find_checkpoint, keep_settings, local_folder
-from compressx.models.export import check_output, not_written, refuse_overwriting, room_for
+from compressx.models.export import check_output, not_written, refuse_overwriting
 from compressx.models.loading import load_model, load_tokenizer
 from compressx.models.shards import save_model
+from compressx.pipeline.sizes import refuse_full_disk
 from compressx.planning.plan import Plan
-from compressx.plugins.kinds import EXPORTER
 from compressx.recipe.document import path_text
 from compressx.recipe.schema import LoadedRecipe, Recipe, load_recipe
-from compressx.recipe.validation import validate_options
 from compressx.runtime.errors import ArtifactError, CalibrationError, CompressxError, Mistakes, RecipeError, blamed_on
 from compressx.runtime.files import os_errors_named
 from compressx.stages.state import RunState, Stage
 from compressx.stages.store import differing
-from compressx.training.stage import CHECKPOINT, trained_weights
-
-_OWN = "safetensors"
-"""What a run writes into `model` in any case, evaluates, and gives to all exporters."""
 
 
 class Save(Stage):
@@ -54,7 +49,7 @@ class Save(Stage):
         with mistakes.collected(), loaded.at("output"):
             _refuse_overwriting(state.recipe, state.checkpoint)
             if plan is not None:
-                _check_space(state, plan)
+                refuse_full_disk(state, plan)
 
     def run(self, state: RunState) -> None:
         """Save, unless a smaller model is written in place of this one."""
@@ -83,22 +78,13 @@ class Export(Stage):
                     raise RecipeError(f"format {export.format!r} is there already; write each once")
                 seen.add(export.format)
             with mistakes.collected():
-                exporter = _built(state, i)
+                _, exporter = state.exporter(i)
                 if state.skeleton is not None and (check := getattr(exporter, "check", None)) is not None:
                     with state.loaded.at("export", i), blamed_on(f"exporter {export.format!r}"):
-                        check(PlannedModel(state.skeleton, state.gguf, state.recipe.own_widths, state.tokenizer))
+                        check(state.planned_model)
 
 
-def _built(state: RunState, i: int) -> Exporter:
-    export, loaded = state.recipe.export[i], state.loaded
-    with loaded.at("export", i):
-        spec = state.plugins.find(EXPORTER, export.format)
-    options = validate_options(spec.options, export.options, lambda *loc: loaded.where("export", i, "options", *loc))
-    with loaded.at("export", i), blamed_on(f"build of exporter {spec.name!r} failed"):
-        return spec.build(options)
-
-
-def written(state: RunState, output: Path) -> Iterator[dict[str, Any]]:
+def export_all(state: RunState, output: Path) -> Iterator[dict[str, Any]]:
     """Write a model in every format of a recipe, once `model` has its card; remove it if it is none of them.
 
     Yields:
@@ -109,21 +95,23 @@ def written(state: RunState, output: Path) -> Iterator[dict[str, Any]]:
     """
     masks = MaskSet.load(output / "masks.safetensors")
     base = None if state.recipe.base is None else find_checkpoint(state.recipe.base)
-    folder = None if base is None or base.gguf_file is not None else local_folder(base)
-    model = FinishedModel(output / "model", state.access, state.tokenizer, masks, folder, state.gguf)
+    folder = None if base is None or base.single_file is not None else local_folder(base)
+    source = state.planned_model.source
+    model = FinishedModel(output / "model", state.access, state.tokenizer, masks, folder, source)
     shutil.rmtree(output / "exports", ignore_errors=True)  # left by an interrupted run
+    kept = False
     for i, export in enumerate(state.recipe.export):
-        folder = model.folder if export.format == _OWN else output / "exports" / export.format
-        exporter = _built(state, i)
+        spec, exporter = state.exporter(i)
+        folder, kept = model.folder if spec.dense else output / "exports" / export.format, kept or spec.dense
         with os_errors_named("create", folder):
-            folder.mkdir(parents=True, exist_ok=folder == model.folder)
+            folder.mkdir(parents=True, exist_ok=spec.dense)
         with state.loaded.at("export", i), blamed_on(f"exporter {export.format!r}"):
             if told := exporter.export(model, folder):
                 state.note(f"{export.format}: {told}")
         size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
         found = {"format": export.format, "folder": folder.relative_to(output).as_posix(), "bytes": size}
         yield found | _measured(state, export.format, folder, getattr(exporter, "loads", None))
-    if _OWN not in {export.format for export in state.recipe.export}:
+    if not kept:
         shutil.rmtree(model.folder)
 
 
@@ -158,7 +146,7 @@ def check_saving(state: RunState, checkpoint: Checkpoint) -> None:
     with tempfile.TemporaryDirectory(prefix="compressx-") as folder:
         save_model(model, state.tokenizer, Path(folder) / "model", {})
         keep_settings(checkpoint, Path(folder) / "model")
-        if checkpoint.gguf_file is not None:  # of which transformers may read another tokenizer than it has written
+        if checkpoint.single_file is not None:  # of which transformers may read another tokenizer than it has written
             written = load_tokenizer(Checkpoint(str(Path(folder) / "model")))
             state.tokenizer.differs = getattr(written, "differs", None)
 
@@ -216,44 +204,3 @@ def _changed(loaded: LoadedRecipe) -> list[str] | None:
     was, now = (x.model_dump(mode="json", by_alias=True, exclude_none=True) for x in (earlier, recipe))
     lines = [line for key in {**now, **was} for line in differing(key, was.get(key), now.get(key))]
     return [*lines[:3], f"and {len(lines) - 3} more"] if len(lines) > 3 else lines
-
-
-def _check_space(state: RunState, plan: Plan) -> None:
-    """Refuse an output for which the disk has no room. What earlier runs left for the same output counts as free.
-
-    Raises:
-        ArtifactError: names all sizes in bytes.
-    """
-    throughout, beside = disk_bytes(state, plan)
-    needed, output = sum(throughout.values()) + max(beside.values()), state.recipe.output
-    folder, free = room_for(output)
-    if free < needed:
-        listed = ", ".join(f"{name} {size}" for name, size in throughout.items())
-        *some, last = (f"{name} {size}" for name, size in beside.items())
-        raise ArtifactError(
-            f"output {output} needs {needed} bytes: {listed}, and the largest of {', '.join(some)}, and {last}; "
-            f"{folder} has {free} bytes free. Free some space there, or choose another disk"
-        )
-
-
-def disk_bytes(state: RunState, plan: Plan) -> tuple[dict[str, int], dict[str, int]]:
-    """Return what a run needs on its output's disk throughout, and parts of which it needs the largest beside that.
-
-    Throughout: finished blocks, and their masks twice. Beside that: hidden states, with those of an earlier block and
-    those that `memory_limit` keeps in files; two checkpoints of fine-tuning; at the end the model, with the last one.
-    """
-    recipe, itemsize = state.recipe, state.dtype.itemsize
-    whole = itemsize * sum(p.numel() for p in state.skeleton.parameters())
-    blocks = [block for fqn, block in find_blocks(state.skeleton).items() if plan.in_block(fqn)]
-    finished = itemsize * sum(p.numel() for block in blocks for p in block.parameters())
-    masks = 2 * sum(x.weights for x in plan.linears) // 8
-    states = 0
-    if recipe.calibration is not None and plan.needs_calibration:
-        once = state.hidden_bytes(plan.streams * recipe.calibration.samples)
-        states = once * (3 if state.in_files(once) else 2)
-    tuned = 0 if recipe.finetune is None else CHECKPOINT * trained_weights(recipe.finetune, plan)
-    label = "one checkpoint with the model" if tuned else "the model"
-    return (
-        {"finished blocks": finished, "masks": masks},
-        {"hidden states": states, "two checkpoints of fine-tuning": 2 * tuned, label: tuned + whole},
-    )

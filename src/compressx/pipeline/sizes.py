@@ -1,55 +1,123 @@
-"""What a run holds in memory and on disk, in bytes, by arithmetic: no weight is read.
+"""What a run holds in memory and on disk, by arithmetic, and what takes less memory.
 
-The interpreter with its libraries, the activations of one batch, and what a pruner computes with are not counted.
-`pipeline.timed` measures those.
+No weight is read. Memory is a lower bound, without activations and what a pruner computes with, which `pipeline.timed`
+measures.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+import contextlib
+from collections.abc import Iterator
+from itertools import product
 
-from compressx.models.architecture import find_blocks
+import torch
+from torch import Tensor
+
+from compressx.api.pruner import Block, statistic_of
+from compressx.models.architecture import find_blocks, survey, text_config
+from compressx.models.export import room_for
 from compressx.models.streaming import is_larger_than_memory
-from compressx.pipeline.saving import disk_bytes
-from compressx.pipeline.stages import STAGES
+from compressx.planning.plan import Plan
+from compressx.runtime.errors import ArtifactError, OutOfMemoryError, memory_named
 from compressx.stages.state import RunState
+from compressx.training.stage import CHECKPOINT, trained_weights
+
+_OF_CALIBRATION = "lower calibration.batch_size, samples or sequence_length, or set calibration.memory_limit: 4GB"
+_OF_EVALUATION = "lower batch_size or sequence_length of the evaluator"
+_LESS = {
+    **dict.fromkeys(("calibrate", "allocate", "prune"), _OF_CALIBRATION),
+    **dict.fromkeys(("evaluate dense", "evaluate pruned", "evaluate finetuned"), _OF_EVALUATION),
+    "finetune": "lower finetune.batch_size or sequence_length, or set finetune.lora: {rank: 16}, "
+    "finetune.gradient_checkpointing: true or finetune.teacher: none",
+}
+"""What takes less memory, by the stage in which it ran out."""
 
 
-@dataclass(frozen=True)
-class RunSizes:
-    """What a run holds at least, in bytes.
+def memory_bytes(state: RunState) -> dict[str, int]:
+    """Return what the pruning of a planned run holds on its device, at least."""
+    plan, text, itemsize = state.plan, state.recipe.calibration, state.dtype.itemsize
+    blocks = find_blocks(state.skeleton)
+    sizes = {fqn: itemsize * sum(p.numel() for p in block.parameters()) for fqn, block in blocks.items()}
+    streaming, checkpoint = state.recipe.model.streaming, state.checkpoint
+    assert checkpoint is not None  # noqa: S101 - of a recipe with a model
+    if streaming is True or (streaming == "auto" and is_larger_than_memory(checkpoint, state.device)):
+        found = {"two blocks' weights": 2 * max(sizes.values())}  # the next one is read ahead
+    else:
+        found = {"weights": itemsize * sum(p.numel() for p in state.skeleton.parameters())}
+    if text is None or not plan.needs_calibration:
+        return found
+    states = state.hidden_bytes(plan.streams * text.samples)
+    if not state.in_files(states):
+        found["hidden states"] = states
+    largest = max(blocks, key=lambda fqn: sum(x.weights for x in plan.linears if x.block == fqn))
+    block = Block(0, largest, blocks[largest], survey(state.skeleton).inside(largest), (), text_config(state.skeleton))
+    statistics: dict[object, int] = {}
+    with torch.device("meta"):
+        for rule, built in plan.build().items():
+            for name, pruner in product(plan.decided_in(largest).get(rule, ()), [x for x in built if x is not None]):
+                linear, statistic = block.linears[name], statistic_of(rule.label, pruner, block, name)
+                held = () if statistic is None else vars(statistic).values()
+                # Linears of one width mostly share their input, such as queries, keys and values.
+                statistics[type(statistic), linear.in_features, linear.expert] = sum(
+                    x.numel() * x.element_size() for x in held if isinstance(x, Tensor)
+                )
+    return {**found, "statistics of the largest block": sum(statistics.values())}
 
-    Attributes:
-        memory: by stage, then by part.
-        disk: by part.
+
+def disk_bytes(state: RunState, plan: Plan) -> dict[str, int]:
+    """Return what a run needs on its output's disk: parts that stay, and the largest of those that are there in turn.
+
+    Finished blocks, and their masks twice, stay. In turn: hidden states, with those of an earlier block and those that
+    `memory_limit` keeps in files; two checkpoints of fine-tuning; at the end the model, with the last checkpoint.
     """
-
-    memory: Mapping[str, Mapping[str, int]]
-    disk: Mapping[str, int]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return JSON types."""
-        return {"memory_bytes": {stage: dict(parts) for stage, parts in self.memory.items()}, "disk_bytes": self.disk}
-
-
-def sizes_of(state: RunState) -> RunSizes:
-    """Return what a planned run will hold on its device, at least."""
-    weights, memory = _weights(state), dict[str, dict[str, int]]()
-    for stage in STAGES:
-        if (parts := stage.memory(state)) or stage.during == "prune":
-            memory.setdefault(stage.during, {} if "weights" in parts else {**weights}).update(parts)
-    throughout, beside = disk_bytes(state, state.plan)
-    largest = max(beside, key=lambda part: beside[part])
-    return RunSizes(memory, {**throughout, largest: beside[largest]})
+    recipe, itemsize = state.recipe, state.dtype.itemsize
+    whole = itemsize * sum(p.numel() for p in state.skeleton.parameters())
+    blocks = [block for fqn, block in find_blocks(state.skeleton).items() if plan.in_block(fqn)]
+    states = 0
+    if recipe.calibration is not None and plan.needs_calibration:
+        once = state.hidden_bytes(plan.streams * recipe.calibration.samples)
+        states = once * (3 if state.in_files(once) else 2)
+    tuned = 0 if recipe.finetune is None else CHECKPOINT * trained_weights(recipe.finetune, plan)
+    label = "one checkpoint with the model" if tuned else "the model"
+    in_turn = {"hidden states": states, "two checkpoints of fine-tuning": 2 * tuned, label: tuned + whole}
+    most = max(in_turn, key=in_turn.__getitem__)
+    return {
+        "finished blocks": itemsize * sum(p.numel() for block in blocks for p in block.parameters()),
+        "masks": 2 * sum(x.weights for x in plan.linears) // 8,
+        most: in_turn[most],
+    }
 
 
-def _weights(state: RunState) -> dict[str, int]:
-    """Return the bytes of the weights: all, or those of the largest block and the next one, which is read ahead."""
-    streaming, itemsize = state.recipe.model.streaming, state.dtype.itemsize
-    assert state.checkpoint is not None  # noqa: S101 - of a recipe with a model
-    if streaming is True or (streaming == "auto" and is_larger_than_memory(state.checkpoint, state.device)):
-        blocks = find_blocks(state.skeleton).values()
-        return {"two blocks' weights": 2 * itemsize * max(sum(p.numel() for p in x.parameters()) for x in blocks)}
-    return {"weights": itemsize * sum(p.numel() for p in state.skeleton.parameters())}
+def refuse_full_disk(state: RunState, plan: Plan) -> None:
+    """Refuse an output for which the disk has no room. What earlier runs left for the same output counts as free.
+
+    Raises:
+        ArtifactError: names all sizes in bytes.
+    """
+    needed, output = disk_bytes(state, plan), state.recipe.output
+    folder, free = room_for(output)
+    if free < sum(needed.values()):
+        listed = ", ".join(f"{name} {size}" for name, size in needed.items())
+        raise ArtifactError(
+            f"output {output} needs {sum(needed.values())} bytes: {listed}; {folder} has {free} bytes free. Free some "
+            "space there, or choose another disk"
+        )
+
+
+@contextlib.contextmanager
+def memory_advised(state: RunState) -> Iterator[None]:
+    """Name the stage in the error of memory that ran out, and the keys of the recipe to change.
+
+    Raises:
+        OutOfMemoryError: in place of the errors of torch, numpy and Python.
+    """
+    try:
+        with memory_named("an array"):
+            yield
+    except OutOfMemoryError as error:
+        name, checkpoint, recipe = state.timing.stage, state.checkpoint, state.recipe
+        advice = [_LESS[name]] if name in _LESS else []
+        if checkpoint is not None and not (recipe.finetune or recipe.model.streaming is True or checkpoint.single_file):
+            advice.append("set model.streaming: true")
+        what = ", or ".join(advice) or "free some memory, or use a machine with more"
+        raise OutOfMemoryError(f"{name}: {error}; {what}") from error

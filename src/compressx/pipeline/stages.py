@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-
 from compressx.allocation.stage import Allocate, within_budget
 from compressx.api.record import RunReport
 from compressx.blocks.base import OpenBase, TakeFromBase
@@ -19,7 +16,7 @@ from compressx.planning.make import check_rules, make_plan
 from compressx.prompts.selection import TokenSelection
 from compressx.report.contents import details, head, of_run
 from compressx.report.section import Section
-from compressx.runtime.errors import Mistakes, OutOfMemoryError, memory_named
+from compressx.runtime.errors import Mistakes
 from compressx.shrink.stage import Shrink
 from compressx.stages.state import RunState, Stage
 from compressx.training.stage import BlockReconstruction, FineTuning
@@ -77,20 +74,3 @@ def sections(report: RunReport, recipe: str = "") -> tuple[Section, ...]:
     """Return every section of a report that there is something for; the first is the head."""
     of_stages = (section for stage in STAGES for section in stage.sections(report))
     return (*head(report), *of_stages, *of_run(report), *details(report, recipe))
-
-
-@contextlib.contextmanager
-def memory_advised(state: RunState) -> Iterator[None]:
-    """Name the stage in the error of memory that ran out, and the keys of the recipe to change.
-
-    Raises:
-        OutOfMemoryError: in place of the errors of torch, numpy and Python.
-    """
-    try:
-        with memory_named("an array"):
-            yield
-    except OutOfMemoryError as error:
-        name = state.timing.stage
-        advice = [line for stage in reversed(STAGES) if name in stage.names for line in stage.advice(state)]
-        what = ", or ".join(advice) or "free some memory, or use a machine with more"
-        raise OutOfMemoryError(f"{name}: {error}; {what}") from error

@@ -61,8 +61,8 @@ class Shrink(Stage):
         if state.recipe.own_widths:
             mistakes.add(RecipeError(
                 f"{state.loaded.where('shrink')}: a config of transformers has one width for all blocks, but "
-                f"allocation at {state.loaded.where('allocation')} gives each its own; drop shrink, and export gguf, "
-                "which has a width for each block, or drop allocation, and give the rules their sparsity"
+                f"allocation at {state.loaded.where('allocation')} gives each its own; drop shrink, and export a "
+                "format with a width for each block, or drop allocation, and give the rules their sparsity"
             ))  # fmt: skip
             return
         kept = [

@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
+from compressx.api.exporter import ExporterSpec, PlannedModel
 from compressx.api.record import Arithmetic, BlockReport, RunReport
 from compressx.models.access import Access
 from compressx.models.architecture import text_config
@@ -19,12 +20,14 @@ from compressx.models.blockwise import InFiles, Keep, in_memory
 from compressx.models.checkpoint import Checkpoint
 from compressx.models.loading import dtype_of
 from compressx.planning.plan import Plan
+from compressx.plugins.kinds import EXPORTER
 from compressx.plugins.manager import Plugins
 from compressx.recipe.schema import LoadedRecipe, Recipe
+from compressx.recipe.validation import validate_options
 from compressx.report.figures import Matrices
 from compressx.report.section import Section
 from compressx.runtime.cache import cached
-from compressx.runtime.errors import Mistakes
+from compressx.runtime.errors import Mistakes, blamed_on
 from compressx.runtime.ranks import ALONE, Ranks
 from compressx.runtime.timing import Timing
 from compressx.stages.log import RunLog
@@ -113,10 +116,25 @@ class RunState:
         """The recipe's values."""
         return self.loaded.recipe
 
+    def exporter(self, i: int) -> tuple[ExporterSpec, Any]:
+        """Build the exporter of `export[i]`.
+
+        Raises:
+            RecipeError: no plugin offers it, or options that are not its own.
+            PluginError: it cannot be built.
+        """
+        export, loaded = self.recipe.export[i], self.loaded
+        with loaded.at("export", i):
+            spec = self.plugins.find(EXPORTER, export.format)
+        given = validate_options(spec.options, export.options, lambda *loc: loaded.where("export", i, "options", *loc))
+        with loaded.at("export", i), blamed_on(f"build of exporter {spec.name!r} failed"):
+            return spec, spec.build(given)
+
     @property
-    def gguf(self) -> Path | None:
-        """The GGUF file that the dense model is read from, if it is one."""
-        return self.checkpoint.file if self.checkpoint is not None and self.checkpoint.gguf_file is not None else None
+    def planned_model(self) -> PlannedModel:
+        """The dense model as exporters see it before its weights are read."""
+        source = None if self.checkpoint is None else self.checkpoint.single_file
+        return PlannedModel(self.skeleton, source, self.recipe.own_widths, self.tokenizer)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -193,14 +211,10 @@ class Stage:
     """A stage of a run. What a stage has nothing to do with in a recipe, it leaves alone.
 
     Attributes:
-        during: the work in which it holds `memory`.
         everywhere: whether every process runs it; otherwise the first alone.
-        names: the names under `seconds` of the work in which `advice` helps if memory runs out.
     """
 
-    during: StageName = "load"
     everywhere = False
-    names: tuple[StageName, ...] = ()
 
     def check(self, state: RunState, plan: Plan | None, mistakes: Mistakes) -> None:
         """Refuse what can be refused before weights are loaded.
@@ -211,20 +225,8 @@ class Stage:
             mistakes: collects the errors.
         """
 
-    def memory(self, state: RunState) -> Mapping[str, int]:  # noqa: ARG002 - nothing by default
-        """Return the bytes that it holds on its device at the same time, by what they hold; with the plan, no weights.
-
-        Of the model's own weights only those that it holds in another dtype, as `weights`. Not counted: the activations
-        of one batch, and what a pruner computes with.
-        """
-        return {}
-
     def run(self, state: RunState) -> None:
         """Do the work."""
-
-    def advice(self, state: RunState) -> Iterator[str]:  # noqa: ARG002 - nothing by default
-        """Yield what takes less memory, such as `set model.streaming: true`."""
-        return iter(())
 
     def sections(self, report: RunReport) -> Iterator[Section]:  # noqa: ARG002 - nothing by default
         """Yield the stage's part of the report."""
@@ -233,10 +235,3 @@ class Stage:
     def sentences(self, report: RunReport) -> Iterator[str]:  # noqa: ARG002 - nothing by default
         """Yield a sentence for the model card if the stage did something to the weights."""
         return iter(())
-
-
-def lower(settings: object, section: str, *names: str) -> Iterator[str]:
-    """Yield advice to lower some values of a section, where they are not 1."""
-    for name in names:
-        if (value := getattr(settings, name, None)) not in {None, 1}:
-            yield f"lower {section}.{name} ({value})"

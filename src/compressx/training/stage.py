@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -24,11 +24,11 @@ from compressx.planning.plan import Plan
 from compressx.planning.targets import matching_planned
 from compressx.recipe.rules import matches
 from compressx.recipe.schema import LoadedRecipe, Recipe
-from compressx.recipe.sections import Finetune, Lora
+from compressx.recipe.sections import Finetune
 from compressx.recipe.sources import ModelSource
 from compressx.report.section import Column, Section, count_of, number_of, table
 from compressx.runtime.errors import CompressxError, Mistakes, RecipeError, UnsupportedModelError
-from compressx.stages.state import RunState, Stage, lower
+from compressx.stages.state import RunState, Stage
 from compressx.training.finetune import finetune, split_windows, total_steps
 
 _SECONDS = Column("seconds", ".1f")
@@ -42,8 +42,6 @@ CHECKPOINT = 4 * _WIDE
 
 class BlockReconstruction(Stage):
     """Train each block's survivors. The work is done block by block, by `blocks.prune.prune_model`."""
-
-    during = "prune"
 
     def check(self, state: RunState, plan: Plan | None, mistakes: Mistakes) -> None:
         """Refuse training without text, without a block, or with steps that cannot be shared."""
@@ -68,17 +66,6 @@ class BlockReconstruction(Stage):
         if any(block.reconstruction is not None for block in report.blocks):
             yield "After it was pruned, each block's surviving weights were trained towards the dense block's output."
 
-    def memory(self, state: RunState) -> Mapping[str, int]:
-        """Return the bytes of the largest block while it is trained: all its weights in float32, and Adam's state."""
-        plan = state.plan
-        if plan.reconstruct_block is None:
-            return {}
-        blocks = find_blocks(state.skeleton)
-        trained = max(sum(x.weights for x in plan.linears if x.block == fqn) for fqn in blocks)
-        largest = max(sum(p.numel() for p in block.parameters()) for block in blocks.values())
-        # Of a trained weight: itself, its gradient, two moments, its best value.
-        return {"training a block": _WIDE * (5 * trained + max(largest - trained, 0))}
-
     def sections(self, report: RunReport) -> Iterator[Section]:
         """Yield what training did to the error of each block's output."""
         rows = [
@@ -101,9 +88,6 @@ class BlockReconstruction(Stage):
 class FineTuning(Stage):
     """Train the survivors of the whole model, or adapters, with the masks held."""
 
-    during = "finetune"
-    names = ("finetune",)
-
     def check(self, state: RunState, plan: Plan | None, mistakes: Mistakes) -> None:
         """Refuse training without text or PEFT, a teacher that does not fit, and what the memory cannot hold."""
         loaded, settings, skeleton = state.loaded, state.recipe.finetune, state.skeleton
@@ -123,17 +107,7 @@ class FineTuning(Stage):
             _check_adapters(loaded, settings, skeleton, [linear.name for linear in plan.linears])
         if state.measured:
             with mistakes.collected():
-                refuse_large_finetuning(
-                    loaded, plan, skeleton, state.dtype, state.device, present=state.checkpoint is None
-                )
-
-    def memory(self, state: RunState) -> Mapping[str, int]:
-        """Return the bytes that it takes, the model's own in float32 with them."""
-        recipe, skeleton = state.recipe, state.skeleton
-        if (tuning := recipe.finetune) is None:
-            return {}
-        teacher = teacher_weights(tuning, skeleton)
-        return finetuning_bytes(recipe, tuning, state.plan, skeleton, state.dtype.itemsize, teacher)
+                _refuse_large_finetuning(state, settings, plan)
 
     def run(self, state: RunState) -> None:
         """Train, from the checkpoint of an interrupted run if there is one."""
@@ -158,20 +132,6 @@ class FineTuning(Stage):
                     model, state.store.masks(), windows, settings, teacher=teacher, products=state.products,
                     checkpoint=checkpoint, progress=progress, tell=state.note,
                 )  # fmt: skip
-
-    def advice(self, state: RunState) -> Iterator[str]:
-        """Yield the values that decide what a step holds, and what takes the place of weights and teacher."""
-        if (settings := state.recipe.finetune) is None:
-            return
-        yield from lower(settings, "finetune", "batch_size", "sequence_length")
-        if settings.draw is None:
-            yield from lower(state.recipe.calibration, "calibration", "sequence_length")
-        if settings.lora is None:
-            yield "set finetune.lora: {rank: 16}"
-        if not settings.gradient_checkpointing:
-            yield "set finetune.gradient_checkpointing: true"
-        if settings.teacher != "none":
-            yield "set finetune.teacher: none"
 
     def sentences(self, report: RunReport) -> Iterator[str]:
         """Say how the model was trained."""
@@ -215,82 +175,45 @@ def trained_weights(settings: Finetune, planned: Plan) -> int:
     return settings.lora.rank * sum(sum(x.shape) for x in adapted)
 
 
-def teacher_weights(settings: Finetune, skeleton: Any) -> int:
-    """Count the weights of the model that fine-tuning learns from; 0 without one."""
+def finetuning_bytes(state: RunState, settings: Finetune, planned: Plan) -> dict[str, int]:
+    """Return the bytes that fine-tuning takes at the same time, by part; a lower bound, without most activations."""
+    own, itemsize, text = _count(state.skeleton), state.dtype.itemsize, settings.draw or state.recipe.calibration
+    samples, length = (0, 0) if text is None else (text.samples, text.sequence_length)
+    trained, learns = trained_weights(settings, planned), settings.teacher != "none"
+    teacher = state.skeleton
     if isinstance(settings.teacher, ModelSource):
-        skeleton = load_skeleton(find_checkpoint(settings.teacher))
-    return 0 if settings.teacher == "none" else sum(p.numel() for p in skeleton.parameters())
-
-
-def finetuning_bytes(
-    recipe: Recipe, settings: Finetune, planned: Plan, skeleton: Any, itemsize: int, teacher: int
-) -> dict[str, int]:
-    """Return the bytes that fine-tuning takes at the same time, by part; a lower bound, without most activations.
-
-    Args:
-        recipe: the recipe.
-        settings: its `finetune` section.
-        planned: its plan.
-        skeleton: the model without its weights.
-        itemsize: bytes of one weight as the model is loaded.
-        teacher: number of weights of the teacher; 0 without.
-    """
-    draw, calibration = settings.draw, recipe.calibration
-    drawn = (draw.samples, draw.sequence_length) if draw is not None else (0, 0)
-    if draw is None and calibration is not None:
-        drawn = (calibration.samples, calibration.sequence_length)
-    held_out = split_windows(drawn[0], settings.held_out)[1]
-    trained = trained_weights(settings, planned)
-    logits = settings.batch_size * drawn[1] * text_config(skeleton).vocab_size
-    adapters = 0 if settings.lora is None else trained
+        teacher = load_skeleton(find_checkpoint(settings.teacher))
+    others = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) - 1 if state.device.type == "cpu" else 0
+    logits = settings.batch_size * length * text_config(state.skeleton).vocab_size
     parts = {
-        "weights": _WIDE * (sum(p.numel() for p in skeleton.parameters()) + adapters),
+        "weights": _WIDE * (own + (0 if settings.lora is None else trained)),
         "gradients": _WIDE * trained,
         "moments": 2 * _WIDE * trained,
-        "best weights": _WIDE * trained if held_out else 0,
+        "best weights": _WIDE * trained if split_windows(samples, settings.held_out)[1] else 0,
         "masks": sum(x.weights for x in planned.linears),
-        "teacher": itemsize * teacher,
-        "logits": 2 * logits * (3 if teacher else 2),  # both models' and their gradient, of two bytes each or more
+        "teacher": itemsize * _count(teacher) if learns else 0,
+        "logits": 2 * logits * (3 if learns else 2),  # both models' and their gradient, of two bytes each or more
+        "models of the other processes": others * own * itemsize,
     }
     return {name: size for name, size in parts.items() if size}
 
 
-def refuse_large_finetuning(
-    loaded: LoadedRecipe, planned: Plan, skeleton: Any, dtype: torch.dtype, device: torch.device, *,
-    present: bool = False,
-) -> None:  # fmt: skip
-    """Refuse fine-tuning that cannot fit in the free memory, before anything is pruned; a `present` model is in it.
+def _refuse_large_finetuning(state: RunState, settings: Finetune, planned: Plan) -> None:
+    """Refuse fine-tuning that cannot fit in the free memory, before anything is pruned."""
+    parts, free = finetuning_bytes(state, settings, planned), free_memory(state.device)
+    if state.checkpoint is None:  # the model is in memory already
+        free += _count(state.skeleton) * state.dtype.itemsize
+    if (total := sum(parts.values())) > free:
+        by_part = ", ".join(f"{name} {_gb(size)}" for name, size in parts.items())
+        raise RecipeError(
+            f"{state.loaded.where('finetune')}: fine-tuning needs at least {_gb(total)} of memory ({by_part}), but "
+            f"{state.device} has {_gb(free)}; set finetune.lora: {{rank: 16}} or finetune.teacher: none, lower "
+            "finetune.batch_size, or remove finetune"
+        )
 
-    Raises:
-        RecipeError: with the bytes by part, the free memory, and what takes less.
-    """
-    recipe, settings = loaded.recipe, loaded.recipe.finetune
-    if settings is None:
-        return
-    own, teacher = sum(p.numel() for p in skeleton.parameters()), teacher_weights(settings, skeleton)
 
-    def needed(settings: Finetune, teacher: int = teacher) -> dict[str, int]:
-        return finetuning_bytes(recipe, settings, planned, skeleton, dtype.itemsize, teacher)
-
-    parts, free = needed(settings), free_memory(device) + (own * dtype.itemsize if present else 0)
-    if device.type == "cpu" and (others := int(os.environ.get("LOCAL_WORLD_SIZE", "1")) - 1):
-        parts["models of the other processes"] = others * own * dtype.itemsize
-    total = sum(parts.values())
-    if total <= free:
-        return
-    smaller = {}
-    if settings.lora is None:
-        smaller["finetune.lora: {rank: 16}"] = needed(settings.model_copy(update={"lora": Lora()}))
-    if teacher:
-        smaller["finetune.teacher: none"] = needed(settings, 0)
-    if settings.batch_size > 1:
-        smaller["finetune.batch_size: 1"] = needed(settings.model_copy(update={"batch_size": 1}))
-    advice = ", ".join(f"{key} ({_gb(sum(sizes.values()))})" for key, sizes in smaller.items())
-    by_part = ", ".join(f"{name} {_gb(size)}" for name, size in parts.items())
-    raise RecipeError(
-        f"{loaded.where('finetune')}: fine-tuning needs at least {_gb(total)} of memory ({by_part}), but {device} has "
-        f"{_gb(free)}. Less is needed by {advice or 'a smaller model'}; or remove finetune"
-    )
+def _count(model: Any) -> int:
+    return sum(p.numel() for p in model.parameters())
 
 
 def _gb(size: int) -> str:

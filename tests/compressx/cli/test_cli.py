@@ -380,7 +380,7 @@ def planned(*options: str) -> list[str]:
     """Return what a plan prints before the sizes, its blanks made one."""
     done = invoke("plan", "r.yaml", *options)
     lines = [" ".join(x.split()) for x in (done.stdout or done.stderr).splitlines()]
-    end = next((i for i, line in enumerate(lines) if line.startswith(("memory ", "files are "))), len(lines))
+    end = next((i for i, line in enumerate(lines) if line.startswith(("memory: ", "files are "))), len(lines))
     return lines[:end]
 
 

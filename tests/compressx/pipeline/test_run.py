@@ -10,7 +10,6 @@ import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,12 +27,10 @@ from compressx.blocks.prune import prune_model
 from compressx.masks.maskset import MaskSet
 from compressx.models import blockwise
 from compressx.models.access import InMemory
-from compressx.models.architecture import survey
 from compressx.models.packed_folder import base_in, pack_folder
 from compressx.pipeline.run import plan, run
 from compressx.plugins.manager import Plugins, load_plugins
 from compressx.runtime.errors import ArtifactError, CalibrationError, CompressxError, RecipeError
-from compressx.testing import tiny_model
 
 
 @pytest.fixture
@@ -485,45 +482,6 @@ def test_a_model_that_is_not_there_hides_no_other_mistake_and_makes_none(project
     assert text.startswith("<dict>:calibration.dataset: text: no file matches")
     assert missing.startswith("<dict>:model: model path")
     assert pruner.startswith("<dict>:prune[0].pruner: no pruner 'wnda'")
-
-
-STATES = 8 * 32 * 64 * 4
-"""Bytes of the hidden states of a recipe's calibration text between two blocks."""
-
-
-SHAPES = [x.weight.shape for x in survey(tiny_model("llama")).linears.values()]
-ADAPTERS, LINEARS = sum(2 * sum(shape) for shape in SHAPES), sum(shape.numel() for shape in SHAPES)
-
-
-@pytest.mark.parametrize(
-    ("calibration", "sections", "told"),
-    [
-        ({}, {}, f"hidden states {2 * STATES}"),
-        ({"memory_limit": 10**6}, {}, f"hidden states {2 * STATES}"),
-        ({"memory_limit": STATES - 1}, {}, f"hidden states {3 * STATES}"),
-        ({}, {"reconstruct_block": {}}, f"hidden states {4 * STATES}"),
-        ({}, {"finetune": {}}, f"two checkpoints of fine-tuning {2 * 16 * LINEARS}"),
-        ({}, {"finetune": {"lora": {"rank": 2}}}, f"two checkpoints of fine-tuning {2 * 16 * ADAPTERS}"),
-    ],
-)
-def test_a_disk_without_room_is_refused_with_what_is_needed_and_what_is_free(
-    model, monkeypatch, calibration, sections, told
-):
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
-    asked = recipe(model, **sections)
-    asked["calibration"] |= calibration
-    parameters = tiny_model("llama")
-    whole, blocks = (4 * sum(p.numel() for p in x.parameters()) for x in (parameters, parameters.model.layers))
-    masks = 2 * LINEARS // 8
-    for act in (plan, run):
-        with pytest.raises(ArtifactError, match=f"{told}, .* has 1000 bytes free") as raised:
-            act(asked)
-    if not calibration and not sections:
-        assert str(raised.value).startswith(
-            f"<dict>:output: output out needs {blocks + masks + whole} bytes: finished blocks {blocks}, masks {masks}, "
-            f"and the largest of hidden states {2 * STATES}, two checkpoints of fine-tuning 0, and the model "
-            f"{whole}; "
-        )
 
 
 def test_an_interrupted_run_is_refused_before_the_model_is_looked_for_and_may_be_removed_meanwhile(
