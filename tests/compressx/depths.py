@@ -7,7 +7,7 @@ from typing import Any
 from compressx.planning.make import make_plan
 from compressx.planning.plan import Plan
 from compressx.plugins.manager import Plugins, load_plugins
-from compressx.recipe.schema import LoadedRecipe, recipe_from_dict
+from compressx.recipe.schema import LoadedRecipe, load_recipe
 
 THIRD = {"targets": ["*"], "pruner": "depth", "pattern": "blocks", "sparsity": 0.34}
 """One of the three blocks of a tiny model."""
@@ -27,4 +27,4 @@ def loaded(*rules: dict[str, Any], **sections: Any) -> LoadedRecipe:
         "output": "out",
         **sections,
     }
-    return recipe_from_dict(recipe)
+    return load_recipe(recipe)

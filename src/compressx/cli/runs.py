@@ -107,10 +107,10 @@ def plan(
 @errors_for_users
 def schema(host: Host) -> None:
     """Print the JSON schema of recipes, with the options of all that the loaded plugins offer, for editors."""
-    from compressx.recipe.schema import json_schema, text_of
+    from compressx.recipe.schema import json_schema
 
     offers = {key: {n: spec.options for n, spec in named.items()} for key, named in host.plugins().offers.items()}
-    click.echo(text_of(json_schema(offers)), nl=False)
+    click.echo(json_text(json_schema(offers), indent=1))
 
 
 @click.command(epilog="Example: compressx compare runs/one runs/two --output compared")

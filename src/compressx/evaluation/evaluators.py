@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
-from pydantic import BaseModel, Field, TypeAdapter, ValidationError, create_model
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from compressx.api.evaluator import EvaluatedModel, Evaluator, EvaluatorSpec, Figures, ReadingEvaluator
 from compressx.models.access import Access, config_fingerprint
@@ -18,10 +18,10 @@ from compressx.models.blockwise import evaluation_mode
 from compressx.plugins.kinds import EVALUATOR
 from compressx.plugins.manager import Plugins
 from compressx.prompts.selection import Selecting
-from compressx.recipe.document import Node, Step
+from compressx.recipe.document import Document, Step
 from compressx.recipe.schema import LoadedRecipe
 from compressx.recipe.sources import datasets_in
-from compressx.recipe.validation import Strict, validated
+from compressx.recipe.validation import validate_options
 from compressx.runtime.cache import cached
 from compressx.runtime.code import code_versions
 from compressx.runtime.errors import Mistakes, PluginError, RecipeError, blamed_on, one_line
@@ -33,32 +33,21 @@ Options: TypeAlias = Mapping[str, BaseModel]
 _FIGURES = dict[str, int | float | dict[str, int | float | str | list[dict[str, int | float]]]]
 
 
-def options_of(document: Node, plugins: Plugins) -> dict[str, BaseModel]:
+def options_of(document: Document, plugins: Plugins) -> dict[str, BaseModel]:
     """Return the options of each evaluator in the `evaluate` section of a document.
 
     Raises:
         CompressxError: a name that no plugin offers, or invalid options, each with its place.
     """
-    root: Any = document.value
-    section = root["evaluate"].plain() if isinstance(root, Mapping) and "evaluate" in root else None
-    if not isinstance(section, Mapping):  # of a recipe that is invalid, or evaluates nothing
-        return {}
-    given = {name: options for name, options in section.items() if options is not None}
-    mistakes, specs = Mistakes(), {}
-    for name in given:
-        with mistakes.collected(), document.at("evaluate", name):
-            specs[name] = plugins.find(EVALUATOR, name)
-    fields: Any = {
-        f"n{i}": (spec.options, Field(alias=name, description=spec.summary))
-        for i, (name, spec) in enumerate(specs.items())
-    }
-    schema: Any = create_model("Evaluate", __base__=Strict, **fields)
-    whole: Any = create_model("Recipe", __base__=Strict, evaluate=(schema, ...))
-    found: dict[str, BaseModel] = {}
-    with mistakes.collected(), blamed_on("a plugin's validation of the options of an evaluator failed"):
-        data = {"evaluate": {name: given[name] for name in specs}}
-        values: Any = validated(whole, data, document.where, strict=True)
-        found = dict(zip(specs, dict(values.evaluate).values(), strict=True))
+    section = document.value.get("evaluate") if isinstance(document.value, Mapping) else None
+    mistakes, found = Mistakes(), dict[str, BaseModel]()
+    for name, options in section.items() if isinstance(section, Mapping) else ():  # others are told by the schema
+        with mistakes.collected():
+            with document.at("evaluate", name):
+                spec = plugins.find(EVALUATOR, name)
+            if options is not None:
+                where = functools.partial(document.where, "evaluate", name)
+                found[name] = validate_options(spec.options, options, where)
     for place, dataset in datasets_in(found, ("evaluate",)):
         if dataset.generate is not None:
             mistakes.add(RecipeError(
@@ -87,7 +76,7 @@ def _built(spec: EvaluatorSpec, options: BaseModel) -> Evaluator:
 
 def check_evaluators(
     settings: Options, plugins: Plugins, model: Any | None, tokenizer: Any | None, mistakes: Mistakes,
-    document: Node | None = None,
+    document: Document | None = None,
 ) -> None:  # fmt: skip
     """Let the evaluators refuse what they cannot measure, before text is read; collect what they say.
 

@@ -36,7 +36,7 @@ from compressx.prompts.selection import Selecting
 from compressx.recipe.document import from_python, override, steps_of
 from compressx.recipe.schema import load_recipe
 from compressx.recipe.sections import SelectTokens
-from compressx.recipe.sources import ModelField, ModelSource, datasets_in, long_form
+from compressx.recipe.sources import ModelField, ModelSource, datasets_in
 from compressx.recipe.validation import Strict, validate_options, validated
 from compressx.runtime.errors import ArtifactError, Mistakes, RecipeError, blamed_on, nearest, one_line
 from compressx.runtime.files import BLOCKS, os_errors_named
@@ -95,8 +95,8 @@ def measures(
     else:
         document = from_python({"evaluate": dict(_DEFAULT) if perplexity else {}}, "--set")
         for assignment in overrides:
-            document = override(document, assignment, long_form=long_form)
-        selecting = validated(_EvaluateOptions, document.plain(), document.where).select_tokens
+            document = override(document, assignment)
+        selecting = validated(_EvaluateOptions, document.value, document.where).select_tokens
     settings, offered = options_of(document, plugins), plugins.offers[EVALUATOR.key]
     if not settings:
         raise RecipeError(f"{recipe or '--set'}: evaluate is empty; give it {', '.join(offered)}, or several of them")

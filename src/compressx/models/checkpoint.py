@@ -25,7 +25,8 @@ from compressx.models.gguf_header import values_of
 from compressx.models.packed import Base
 from compressx.models.packed_folder import base_in, is_packed, needs_base, unpacked
 from compressx.models.shards import check_files, files_of
-from compressx.recipe.sources import ModelSource, long_form
+from compressx.recipe.document import long_form
+from compressx.recipe.sources import ModelSource
 from compressx.runtime.cache import cache_folder
 from compressx.runtime.errors import (
     ArtifactError,

@@ -89,7 +89,7 @@ def prune(
             used as they are. The other keys of `calibration` are optional then.
         copy: prune a copy, and leave the model as it is.
         plugins: what `load_plugins` returned; discovered when absent. `compressx_run_finished` is not called.
-        overrides: `a.b=VALUE`, as for `--set`; only with a path.
+        overrides: `a.b=VALUE`, as for `--set`.
         progress: see `stages.state.Progress`.
 
     Raises:

@@ -26,8 +26,7 @@ from compressx.pipeline.sizes import memory_advised
 from compressx.pipeline.stages import prepare, sections, walk
 from compressx.planning.plan import Plan
 from compressx.plugins.manager import Plugins, load_plugins
-from compressx.recipe.document import from_python
-from compressx.recipe.schema import LoadedRecipe, load_recipe, recipe_from_source
+from compressx.recipe.schema import LoadedRecipe, load_recipe
 from compressx.report import figures, html, markdown
 from compressx.report.compare import read_report
 from compressx.runtime.code import __version__, library_versions
@@ -52,15 +51,11 @@ def loaded_recipe(
     Raises:
         CompressxError: an invalid recipe.
     """
-    if overrides and not isinstance(recipe, Path | str):
-        raise RecipeError("overrides need a recipe given as a path")
-    if isinstance(recipe, LoadedRecipe):
-        loaded = recipe
-    elif isinstance(recipe, Mapping):
-        loaded = recipe_from_source(from_python(dict(recipe), "<dict>"))
-    else:
-        loaded = load_recipe(Path(recipe), overrides)
-    return with_evaluators(loaded, plugins)
+    if not isinstance(recipe, LoadedRecipe):
+        recipe = load_recipe(Path(recipe) if isinstance(recipe, str) else recipe, overrides)
+    elif overrides:
+        raise RecipeError("overrides need a recipe that is not loaded yet")
+    return with_evaluators(recipe, plugins)
 
 
 def plan(
@@ -74,7 +69,7 @@ def plan(
     Args:
         recipe: a path, a mapping, or what `load_recipe` returned.
         plugins: what `load_plugins` returned; discovered when absent.
-        overrides: `a.b=VALUE`, as for `--set`; only with a path.
+        overrides: `a.b=VALUE`, as for `--set`.
 
     Raises:
         CompressxError: an error in the recipe, the plugins or the model.
@@ -105,7 +100,7 @@ def run(
     Args:
         recipe: a path, a mapping, or what `load_recipe` returned.
         plugins: what `load_plugins` returned; discovered when absent.
-        overrides: `a.b=VALUE`, as for `--set`; only with a path.
+        overrides: `a.b=VALUE`, as for `--set`.
         progress: see `stages.state.Progress`.
         device: where the model runs; `auto` is CUDA if available.
         resume: continue after the last finished block of an interrupted run of the same recipe, if there is one; if

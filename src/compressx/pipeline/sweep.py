@@ -135,7 +135,7 @@ def _axis(axis: str) -> tuple[str, list[str]]:
             f"{place}: every run of a sweep gets its own folder, named after its values; use --output FOLDER for the "
             "folder that contains them"
         )
-    values = parse_yaml(f"[{text}]", "", place=place).plain()
+    values = parse_yaml(f"[{text}]", "", place=place).value
     return key, [json.dumps(value, ensure_ascii=False) for value in values]
 
 

@@ -21,7 +21,7 @@ from compressx.plugins.kinds import PRUNER
 from compressx.plugins.manager import Plugins
 from compressx.recipe.document import flow
 from compressx.recipe.rules import matches
-from compressx.recipe.schema import recipe_from_dict
+from compressx.recipe.schema import load_recipe
 from compressx.recipe.sources import ModelSource
 from compressx.runtime.errors import CompressxError, UnsupportedModelError, blamed_on, one_line
 
@@ -157,7 +157,7 @@ def _taken(
     for given in chain(first, few):
         rule = {"targets": ["*"], "pruner": spec.name, **given, "sparsity": _SPARSITY}
         try:
-            make_plan(recipe_from_dict({**recipe, "prune": [rule], "shrink": _whole(rule)}), plugins, skeleton)
+            make_plan(load_recipe({**recipe, "prune": [rule], "shrink": _whole(rule)}), plugins, skeleton)
         except CompressxError as error:
             refusals.append(error)
         else:

@@ -1,37 +1,29 @@
-"""The source of a recipe: YAML or Python values as a tree, with the place of every value.
+"""The source of a recipe: YAML or Python values as plain data, with the place of every value.
 
 Scalars follow the core schema of YAML 1.2 (section 10.3.2), so `2:4`, `yes` and `2024-01-01` are text whatever a
 `%YAML` directive says. Anchors, aliases and merge keys work. Tags are refused, so no text can name a Python object.
-Size and depth are limited after aliases are expanded.
+Size and depth are limited while aliases are expanded.
 """
 
 from __future__ import annotations
 
 import contextlib
-import io
+import copy
 import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from ruamel.yaml import YAML
-from ruamel.yaml.composer import MaxDepthExceededError
-from ruamel.yaml.error import MarkedYAMLError, YAMLError
-from ruamel.yaml.nodes import MappingNode, SequenceNode
-from ruamel.yaml.reader import ReaderError
-from ruamel.yaml.resolver import VersionedResolver
-from ruamel.yaml.scalarstring import DoubleQuotedScalarString
-from ruamel.yaml.tag import Tag
+import yaml
 
 from compressx.runtime.errors import CompressxError, RecipeError, did_you_mean, one_line
 
 Scalar: TypeAlias = str | int | float | bool | None
 Step: TypeAlias = str | int
-LongForm: TypeAlias = Callable[[Sequence[Step], str], Mapping[str, Scalar] | None]
+Location: TypeAlias = tuple[Step, ...]
 
 MAX_VALUES = 20_000
 MAX_DEPTH = 40
@@ -42,62 +34,30 @@ _CORE_SCHEMA: tuple[tuple[re.Pattern[str], Callable[[str], Scalar]], ...] = (
     (re.compile(r"null|Null|NULL|~|"), lambda _: None),
     (re.compile(r"true|True|TRUE|false|False|FALSE"), lambda text: text.lower() == "true"),
     (re.compile(r"[-+]?[0-9]{1,300}"), int),
-    (re.compile(r"0o[0-7]{1,300}"), lambda text: int(text, 0)),
-    (re.compile(r"0x[0-9a-fA-F]{1,300}"), lambda text: int(text, 0)),
+    (re.compile(r"0o[0-7]{1,300}|0x[0-9a-fA-F]{1,250}"), lambda text: int(text, 0)),
     (re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?"), float),
     (re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"), lambda text: float(text.replace(".", ""))),
 )
 
 
 @dataclass(frozen=True)
-class Node:
-    """A value of a document with its position.
+class Document:
+    """Plain dicts, lists and scalars with their places.
 
     Attributes:
-        value: a scalar, a tuple of nodes, or nodes by key.
-        place: `file:line:column` of its key if it has one, else of the value.
+        value: the whole.
+        places: `file:line:column` of each value by its location: of its key if it has one, else its own.
     """
 
-    value: Scalar | tuple[Node, ...] | Mapping[str, Node]
-    place: str
-
-    @property
-    def children(self) -> Iterable[Node]:
-        """The direct children."""
-        if isinstance(self.value, Mapping):
-            return self.value.values()
-        return self.value if isinstance(self.value, tuple) else ()
-
-    @cached_property
-    def size(self) -> int:
-        """Number of values, this one included, with aliases expanded."""
-        return 1 + sum(child.size for child in self.children)
-
-    @cached_property
-    def depth(self) -> int:
-        """Number of levels, this one included."""
-        return 1 + max((child.depth for child in self.children), default=0)
-
-    def plain(self) -> Any:
-        """Return the value as new dicts, lists and scalars."""
-        if isinstance(self.value, Mapping):
-            return {key: child.plain() for key, child in self.value.items()}
-        return [child.plain() for child in self.value] if isinstance(self.value, tuple) else self.value
+    value: Any
+    places: Mapping[Location, str]
 
     def where(self, *loc: Step) -> str:
         """Return the place of a key or list item, such as `where("prune", 1, "options", "steps")`.
 
         A key that is left out has the place of its parent; one set by `--set` has the place `--set a.b=c`.
         """
-        node = self
-        for step in loc:
-            if isinstance(node.value, Mapping) and step in node.value:
-                node = node.value[str(step)]
-            elif isinstance(node.value, tuple) and isinstance(step, int) and step < len(node.value):
-                node = node.value[step]
-            else:
-                break
-        return node.place
+        return next(self.places[loc[:i]] for i in range(len(loc), -1, -1) if loc[:i] in self.places)
 
     @contextlib.contextmanager
     def at(self, *loc: Step) -> Iterator[None]:
@@ -107,103 +67,99 @@ class Node:
         except CompressxError as error:
             raise type(error)(f"{self.where(*loc)}: {error}") from error
 
+    def replaced(self, steps: Sequence[str], new: Document) -> Document:
+        """Return the document with one value replaced or added.
 
-def check_bounds(size: int, depth: int, place: str) -> None:
-    """Refuse a document that is too large or too deep, such as nested aliases that expand exponentially.
+        Args:
+            steps: keys, and indices as decimal text.
+            new: the new value; mistakes in `steps` are reported at its place.
 
-    Raises:
-        RecipeError: names the limit.
-    """
-    if depth > MAX_DEPTH:
+        Raises:
+            RecipeError: steps through another scalar or outside a list.
+        """
+        place, loc = new.where(), Location()
+        step: Step = ""
+        root: Any = {step: copy.deepcopy(self.value)}
+        parent = root
+        for below in steps:
+            value, here = parent[step], path_text(loc)
+            if isinstance(value, str):
+                value = long_form(loc, value) or value
+            if isinstance(value, list):
+                if below not in map(str, range(len(value))):
+                    valid = f"an index from 0 to {len(value) - 1}" if value else "no index: it is empty"
+                    raise RecipeError(f"{place}: {here} takes {valid}; got {below!r}")
+            elif value is not None and not isinstance(value, dict):
+                raise RecipeError(
+                    f"{place}: {here} is {shown(value)}, which has no key {below!r}; set {here} as a whole"
+                )
+            parent[step] = parent = {below: None} if value is None else value
+            step = int(below) if isinstance(parent, list) else below
+            loc = (*loc, step)
+            if isinstance(parent, dict):
+                parent.setdefault(step, None)
+        parent[step] = new.value
+        places = {at: told for at, told in self.places.items() if at[: len(loc)] != loc}
+        made = {loc[:i]: place for i in range(len(loc)) if loc[:i] not in places}
+        return Document(root[""], {**places, **made, **{(*loc, *at): told for at, told in new.places.items()}})
+
+
+def long_form(location: Sequence[Step], text: str) -> dict[str, Scalar] | None:
+    """Return the mapping that a text in a recipe is short for: of a model, a base or a dataset; None for other text."""
+    if location[-1:] == ("model",) or tuple(location) == ("base",):
+        looks_local = text.endswith(".gguf") or text.startswith((".", "/", "~")) or os.path.exists(text)  # noqa: PTH110 - a Path refuses what is too long
+        return {"path" if looks_local else "id": text}
+    if location[-1:] == ("dataset",) or location[-2:-1] == ("datasets",):
+        return {"name": text}
+    return None
+
+
+def _add_place(places: dict[Location, str], loc: Location, place: str) -> None:
+    """Keep the place of a value, and refuse a document that is too large or too deep, such as nested aliases."""
+    if len(loc) >= MAX_DEPTH:
         raise RecipeError(f"{place}: {_TOO_DEEP}")
-    if size > MAX_VALUES:
+    if len(places) >= MAX_VALUES:
         raise RecipeError(f"{place}: more than {MAX_VALUES} values (aliases count as what they stand for)")
+    places[loc] = place
 
 
-def checked(value: Scalar, place: str) -> Scalar:
-    """Return a scalar as a plain built-in type.
-
-    Raises:
-        RecipeError: a number that is not finite or has more than 1024 bits, or text with NUL or surrogates.
-    """
-    if value is None or isinstance(value, bool):
-        return value
+def _scalar(value: Scalar, place: str) -> Scalar:
+    """Return a scalar as a plain built-in type; refuse numbers and text that no file should hold."""
     if isinstance(value, str):
         if re.search("[\0\ud800-\udfff]", value):
             raise RecipeError(f"{place}: {shown(value)} contains a character that is not allowed in text")
         return str.__str__(value)
-    if isinstance(value, float):
-        if not math.isfinite(value):
-            raise RecipeError(f"{place}: {value} is not a finite number")
-        return float(value)
-    if int(value).bit_length() > 1024:
-        raise RecipeError(f"{place}: a whole number of {int(value).bit_length()} bits is too long")
-    return int(value)
+    if value is None or isinstance(value, bool):
+        return value
+    if not abs(value) < 2**1024:  # also one that is no number
+        raise RecipeError(f"{place}: expected a finite number, of at most 1024 bits")
+    return float(value) if isinstance(value, float) else int(value)
 
 
-def from_python(value: object, name: str, loc: tuple[Step, ...] = ()) -> Node:
-    """Convert a Python value to nodes with places such as `name:prune[1].sparsity`.
-
-    Args:
-        value: mappings, lists, tuples, scalars and paths.
-        name: stands in for the file name in places.
-        loc: location of the value in the document.
+def from_python(value: object, name: str) -> Document:
+    """Copy mappings, lists, tuples, scalars and paths, with places such as `name:prune[1].sparsity`.
 
     Raises:
         RecipeError: any other type, a key that is not text, or a document over the limits.
     """
-    place = f"{name}:{path_text(loc)}" if loc else name
-    check_bounds(1, len(loc) + 1, place)
-    if isinstance(value, Mapping):
-        if stray := [key for key in value if not isinstance(key, str)]:
-            raise RecipeError(f"{place}: a key must be text; got {shown(stray[0])}")
-        node = Node({str(checked(k, place)): from_python(v, name, (*loc, k)) for k, v in value.items()}, place)
-    elif isinstance(value, list | tuple):
-        node = Node(tuple(from_python(item, name, (*loc, i)) for i, item in enumerate(value)), place)
-    elif isinstance(value, os.PathLike):
-        node = Node(checked(str(value), place), place)
-    elif value is None or isinstance(value, str | int | float):
-        node = Node(checked(value, place), place)
-    else:
+    places: dict[Location, str] = {}
+
+    def copied(value: object, loc: Location) -> Any:
+        place = f"{name}:{path_text(loc)}" if loc else name
+        _add_place(places, loc, place)
+        if isinstance(value, Mapping):
+            if stray := [key for key in value if not isinstance(key, str)]:
+                raise RecipeError(f"{place}: a key must be text; got {shown(stray[0])}")
+            return {str(_scalar(key, place)): copied(item, (*loc, key)) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [copied(item, (*loc, i)) for i, item in enumerate(value)]
+        value = str(value) if isinstance(value, os.PathLike) else value
+        if value is None or isinstance(value, str | int | float):
+            return _scalar(value, place)
         kind = type(value).__name__
         raise RecipeError(f"{place}: expected text, a number, true, false, null, a list or a mapping; got {kind}")
-    check_bounds(node.size, 1, place)
-    return node
 
-
-def put(
-    node: Node, steps: Sequence[str], new: Node, done: tuple[Step, ...] = (), *, long_form: LongForm = lambda *_: None
-) -> Node:
-    """Return the tree with one value replaced or added.
-
-    Args:
-        node: the tree.
-        steps: keys, and indices as decimal text.
-        new: the new value; errors in `steps` are reported at its place.
-        done: the location of `node`.
-        long_form: returns the mapping that a text at a location is short for, if it is.
-
-    Raises:
-        RecipeError: steps through another scalar or outside a list.
-    """
-    if not steps:
-        return new
-    if isinstance(node.value, str) and (entries := long_form(done, node.value)) is not None:
-        node = replace(node, value={key: Node(value, node.place) for key, value in entries.items()})
-    step, rest, here = steps[0], steps[1:], path_text(done)
-    if isinstance(node.value, tuple):
-        indices = [str(i) for i in range(len(node.value))]
-        if step not in indices:
-            valid = f"an index from 0 to {len(indices) - 1}" if indices else "no index: it is empty"
-            raise RecipeError(f"{new.place}: {here} takes {valid}; got {step!r}")
-        items = list(node.value)
-        items[int(step)] = put(items[int(step)], rest, new, (*done, int(step)), long_form=long_form)
-        return replace(node, value=tuple(items))
-    if node.value is None or isinstance(node.value, Mapping):
-        inside = dict(node.value or {})
-        inside[step] = put(inside.get(step, Node(None, new.place)), rest, new, (*done, step), long_form=long_form)
-        return replace(node, value=inside)
-    raise RecipeError(f"{new.place}: {here} is {shown(node.value)}, which has no key {step!r}; set {here} as a whole")
+    return Document(copied(value, ()), places)
 
 
 def path_text(loc: Iterable[Step]) -> str:
@@ -234,7 +190,7 @@ def flow(value: object) -> str:
     return shown(value)
 
 
-def read_yaml(path: Path) -> Node:
+def read_yaml(path: Path) -> Document:
     """Read a YAML file.
 
     Raises:
@@ -244,13 +200,9 @@ def read_yaml(path: Path) -> Node:
     try:
         with path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)
-    except FileNotFoundError:
-        advice = "a URL is not read; download it first" if re.match("https?:/", name) else _siblings(path)
-        raise RecipeError(f"{name}: no such file; {advice}") from None
-    except IsADirectoryError:
-        raise RecipeError(f"{name}: is a folder, expected a recipe; {_recipes_of(path)}") from None
     except (OSError, ValueError) as error:
-        raise RecipeError(f"{name}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
+        told = getattr(error, "strerror", None) or str(error)
+        raise RecipeError(f"{name}: {told.lower()}; expected a recipe: {_recipes_near(path)}") from error
     if len(data) > MAX_BYTES:
         raise RecipeError(f"{name}: larger than {MAX_BYTES // 1024} KiB; it is probably not a recipe")
     try:
@@ -262,29 +214,35 @@ def read_yaml(path: Path) -> Node:
     return parse_yaml(text, name)
 
 
-def _siblings(path: Path) -> str:
-    try:
-        names = [p.name for p in path.parent.iterdir() if p.suffix in {".yaml", ".yml"}]
-    except OSError:
-        return f"the folder {one_line(str(path.parent))} does not exist or cannot be read"
-    return did_you_mean(path.name, names) or f"{one_line(str(path.parent))} has no .yaml files"
+def _recipes_near(path: Path) -> str:
+    """Say what may have been meant by a path that is no file."""
+    if re.match("https?:/", str(path)):
+        return "a URL is not read; download it first"
+    if (path / "config.json").is_file():
+        return f"for this model, `compressx init {one_line(str(path))}` writes one"
+    folder = path if path.is_dir() else path.parent
+    names = [p.name for p in folder.glob("*") if p.suffix in {".yaml", ".yml"}]
+    return did_you_mean(path.name, names) or f"{one_line(str(folder))} has no .yaml files"
 
 
-def _recipes_of(folder: Path) -> str:
-    if (folder / "config.json").is_file():
-        return f"it holds a model, for which `compressx init {one_line(str(folder))}` writes one"
-    found = sorted(one_line(str(p)) for p in folder.iterdir() if p.suffix in {".yaml", ".yml"})
-    return f"it has {', '.join(found[:3])}" if found else "it has no .yaml files"
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]
+    """Composes nodes and gives no tag to values without one: plain scalars are read by `read_plain`."""
+
+    depth = 0
+
+    def resolve(self, kind: Any, value: Any, implicit: Any) -> str:  # noqa: ARG002 - PyYAML's signature
+        return ""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        self.depth += 1
+        if self.depth > MAX_DEPTH:
+            raise yaml.MarkedYAMLError(problem=_TOO_DEEP, problem_mark=self.peek_event().start_mark)
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
 
 
-class _Untagged(VersionedResolver):
-    """Gives no tag to values without one; ours are read by `read_plain`."""
-
-    def resolve(self, kind: Any, value: Any, implicit: Any) -> Tag:  # noqa: ARG002 - ruamel.yaml's signature
-        return Tag(suffix="")
-
-
-def parse_yaml(text: str, name: str, *, place: str | None = None) -> Node:
+def parse_yaml(text: str, name: str, *, place: str | None = None) -> Document:
     """Parse one YAML document; empty text is null.
 
     Args:
@@ -299,104 +257,92 @@ def parse_yaml(text: str, name: str, *, place: str | None = None) -> Node:
     def at(line: int, column: int) -> str:
         return place or f"{name}:{line + 1}:{column + 1}"
 
-    yaml = YAML(typ="safe", pure=True)
-    yaml.Resolver = _Untagged
-    yaml.max_depth = MAX_DEPTH
-    yaml.composer.warn_double_anchors = False
     try:
-        composed = yaml.compose(text)
-    except MaxDepthExceededError as error:
-        raise RecipeError(f"{at(error.problem_mark.line, error.problem_mark.column)}: {_TOO_DEEP}") from None
-    except ReaderError as error:
+        root = yaml.compose(text, _Loader)
+    except yaml.reader.ReaderError as error:
         before = text[: error.position]
         here = at(before.count("\n"), len(before) - before.rfind("\n") - 1)
         raise RecipeError(f"{here}: the character {text[error.position]!r} is not allowed in YAML") from None
-    except MarkedYAMLError as error:
+    except yaml.MarkedYAMLError as error:
         raise RecipeError(_not_yaml(error, at)) from None
-    except (YAMLError, ArithmeticError, AssertionError, ValueError):
-        # ruamel.yaml raises these, without a position, for directives of other versions and escapes beyond Unicode.
-        raise RecipeError(f"{at(0, 0)}: not YAML: an escape beyond \\U0010FFFF, or %YAML not 1.1 or 1.2") from None
-    if composed is None:
-        return Node(None, at(0, 0))
-    converter = _Converter(at)
-    root = converter.node(composed)
-    if converter.mistakes:
-        raise RecipeError("\n".join(converter.mistakes))
-    return root
+    except (OverflowError, ValueError):  # of chr, without a position
+        raise RecipeError(f"{at(0, 0)}: not YAML: an escape beyond \\U0010FFFF") from None
+    if root is None:
+        return Document(None, {(): at(0, 0)})
+    nodes = _Nodes(at)
+    value = nodes.plain(root, (), at(root.start_mark.line, root.start_mark.column))
+    if nodes.mistakes:
+        raise RecipeError("\n".join(dict.fromkeys(nodes.mistakes)))
+    return Document(value, nodes.places)
 
 
-def _not_yaml(error: MarkedYAMLError, at: Callable[[int, int], str]) -> str:
-    """Return ruamel.yaml's message with the place where the parser stopped, and where what it read begins."""
+def _not_yaml(error: Any, at: Callable[[int, int], str]) -> str:
+    """Return PyYAML's message with the place where the parser stopped, and where what it read begins."""
     mark, begun = error.problem_mark or error.context_mark, error.context_mark
-    here = at(mark.line, mark.column) if mark else at(0, 0)
+    here = at(mark.line, mark.column)
     where = f" at {there}" if begun and (there := at(begun.line, begun.column)) != here else ""
     told = f"{error.context}{where}, {error.problem}" if error.context else str(error.problem)
     quotes = '; text that begins with * needs quotes, such as "*.q_proj"' if "alias" in told else ""
     return f"{here}: not YAML: {told}{quotes}"
 
 
-class _Converter:
-    """Turns composed nodes into ours. State: the finished and the unfinished ones by identity, the mistakes so far."""
+class _Nodes:
+    """Turns composed nodes into plain data. State: places, mistakes, and the entries of mappings by identity."""
 
     def __init__(self, at: Callable[[int, int], str]) -> None:
         self.at = at
-        self.finished: dict[int, Node] = {}
-        self.unfinished: set[int] = set()
+        self.places: dict[Location, str] = {}
         self.mistakes: list[str] = []
+        self.known: dict[int, dict[str, tuple[Any, Any]]] = {}
 
-    def node(self, composed: Any) -> Node:
-        """Convert a node; what an alias stands for is converted once.
+    def where(self, node: Any) -> str:
+        return self.at(node.start_mark.line, node.start_mark.column)
+
+    def plain(self, node: Any, loc: Location, place: str) -> Any:
+        """Return the value of a node.
 
         Raises:
-            RecipeError: beyond the limits, an alias within its own anchor, a key that is not text, or a bad merge.
+            RecipeError: beyond the limits, a key that is not text, or a bad merge.
         """
-        if (known := self.finished.get(id(composed))) is not None:
-            return known
-        place = self.at(composed.start_mark.line, composed.start_mark.column)
-        if id(composed) in self.unfinished:
-            raise RecipeError(f"{place}: an alias stands within what its anchor names")
-        self.unfinished.add(id(composed))
-        if tag := str(composed.tag).replace("tag:yaml.org,2002:", "!!"):
-            self.mistakes.append(f"{place}: tag {tag!r} is not allowed: a recipe has plain values only")
-        if isinstance(composed, SequenceNode):
-            found = Node(tuple(self.node(item) for item in composed.value), place)
-        elif isinstance(composed, MappingNode):
-            found = Node(self._entries(composed.value), place)
-        else:
-            plain = composed.style is None
-            found = Node(checked(read_plain(composed.value) if plain else composed.value, place), place)
-        check_bounds(found.size, found.depth, place)
-        return self.finished.setdefault(id(composed), found)
+        _add_place(self.places, loc, place)
+        if tag := node.tag.replace("tag:yaml.org,2002:", "!!"):
+            self.mistakes.append(f"{self.where(node)}: tag {tag!r} is not allowed: a recipe has plain values only")
+        if isinstance(node, yaml.SequenceNode):
+            return [self.plain(item, (*loc, i), self.where(item)) for i, item in enumerate(node.value)]
+        if isinstance(node, yaml.MappingNode):
+            return {
+                name: self.plain(value, (*loc, name), self.where(key))
+                for name, (key, value) in self.entries(node).items()
+            }
+        return _scalar(read_plain(node.value) if node.style is None else node.value, self.where(node))
 
-    def _entries(self, pairs: Sequence[tuple[Any, Any]]) -> dict[str, Node]:
-        entries: dict[str, Node] = {}
-        merged: dict[str, Node] = {}
-        for composed, below in pairs:
-            key, value = self.node(composed), self.node(below)
-            if key.value == "<<" and composed.style is None:
-                merged = {**_merged(value, key.place), **merged}
-            elif not isinstance(key.value, str):
-                comma = type(key.value) is int and value.value is None
+    def entries(self, mapping: Any) -> dict[str, tuple[Any, Any]]:
+        """Return the nodes of keys and values by key, with what `<<` merges; a mapping's own keys outweigh those."""
+        if id(mapping) in self.known:
+            return self.known[id(mapping)]
+        own = self.known[id(mapping)] = {}  # also for one that merges itself
+        merged: dict[str, tuple[Any, Any]] = {}
+        for key, value in mapping.value:
+            plain = isinstance(key, yaml.ScalarNode) and key.style is None
+            name = read_plain(key.value) if plain else key.value
+            if plain and name == "<<":
+                for source in value.value if isinstance(value, yaml.SequenceNode) else [value]:
+                    if not isinstance(source, yaml.MappingNode):
+                        raise RecipeError(f"{self.where(key)}: << expects a mapping or a list of mappings")
+                    merged = {**self.entries(source), **merged}  # the first of several wins
+            elif not isinstance(name, str):
+                comma = type(name) is int and not value.value
                 hint = "; in a number write a point, as in 0.5" if comma else ""
-                raise RecipeError(f"{key.place}: a key must be text; got {shown(key.value)}, put it in quotes{hint}")
-            elif key.value in entries:
-                first = entries[key.value].place
+                raise RecipeError(f"{self.where(key)}: a key must be text; put it in quotes{hint}")
+            elif name in own:
+                first = self.where(own[name][0])
                 self.mistakes.append(
-                    f"{key.place}: duplicate key {key.value!r}, first given at {first}; keep one of the two"
+                    f"{self.where(key)}: duplicate key {name!r}, first given at {first}; keep one of the two"
                 )
             else:
-                entries[key.value] = replace(value, place=key.place)
-        return {**merged, **entries}
-
-
-def _merged(node: Node, place: str) -> dict[str, Node]:
-    """Return the keys that `<<:` merges; of several mappings with the same key the first wins."""
-    merged: dict[str, Node] = {}
-    for source in node.value if isinstance(node.value, tuple) else (node,):
-        if not isinstance(source.value, Mapping):
-            raise RecipeError(f"{place}: << expects a mapping or a list of mappings, got {shown(source.value)}")
-        merged = {**source.value, **merged}
-    return merged
+                own[str(_scalar(name, self.where(key)))] = (key, value)
+        self.known[id(mapping)] = {**merged, **own}
+        return self.known[id(mapping)]
 
 
 def read_plain(text: str) -> Scalar:
@@ -407,14 +353,13 @@ def read_plain(text: str) -> Scalar:
     return text
 
 
-def override(root: Node, assignment: str, option: str = "--set", long_form: LongForm = lambda *_: None) -> Node:
+def override(document: Document, assignment: str, option: str = "--set") -> Document:
     """Return the document with one value set.
 
     Args:
-        root: the document.
+        document: the document.
         assignment: `a.b[0].c=VALUE` or `a.b.0.c=VALUE` with VALUE in YAML.
         option: the command-line option, for places such as `--set a.b[0].c=VALUE`.
-        long_form: as for `put`.
 
     Raises:
         RecipeError: a malformed assignment, or a path through a scalar or outside a list.
@@ -425,8 +370,9 @@ def override(root: Node, assignment: str, option: str = "--set", long_form: Long
     steps = steps_of(path)
     if not equals or not all(steps):
         raise RecipeError(f"{place}: expected KEY.KEY=VALUE, such as calibration.samples=8 or prune.0.sparsity=0.5")
-    check_bounds(1, len(steps), place)
-    return put(root, steps, parse_yaml(text, "", place=place), long_form=long_form)
+    if len(steps) >= MAX_DEPTH:
+        raise RecipeError(f"{place}: {_TOO_DEEP}")
+    return document.replaced(steps, parse_yaml(text, "", place=place))
 
 
 def steps_of(path: str) -> list[str]:
@@ -440,26 +386,35 @@ def assignments(given: Sequence[str]) -> dict[str, Any]:
     Raises:
         RecipeError: as for `override`.
     """
-    root = from_python({}, "--set")
+    root = Document({}, {(): "--set"})
     for assignment in given:
         root = override(root, assignment)
-    made: dict[str, Any] = root.plain()
+    made: dict[str, Any] = root.value
     return made
+
+
+_TAGS = {str: "str", int: "int", float: "float", bool: "bool", type(None): "null"}
+
+
+class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
+    """Quotes text that `read_plain` would read as another type, or as a merge key."""
+
+    def resolve(self, kind: Any, value: Any, implicit: Any) -> Any:
+        if kind is not yaml.ScalarNode or not implicit[0]:
+            return super().resolve(kind, value, implicit)
+        return "tag:yaml.org,2002:" + ("merge" if value == "<<" else _TAGS[type(read_plain(value))])
+
+    def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002 - PyYAML's signature
+        return True
+
+    def represent_str(self, data: str) -> Any:  # escapes line ends and the like
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style=None if data.isprintable() else '"')
+
+
+_Dumper.add_representer(str, _Dumper.represent_str)
 
 
 def dump_yaml(tree: object) -> str:
     """Return plain dicts, lists and scalars as YAML that `parse_yaml` reads back to an equal tree."""
-    yaml = YAML(pure=True)
-    yaml.width = 2**16
-    stream = io.StringIO()
-    yaml.dump(_quoted(tree), stream)
-    return stream.getvalue()
-
-
-def _quoted(tree: object) -> object:
-    """Quote text that `read_plain` would read as another type; ruamel.yaml's rules for numbers differ from ours."""
-    if isinstance(tree, str):
-        return tree if read_plain(tree) == tree and tree.isprintable() else DoubleQuotedScalarString(tree)
-    if isinstance(tree, list):
-        return [_quoted(item) for item in tree]
-    return {_quoted(k): _quoted(v) for k, v in tree.items()} if isinstance(tree, dict) else tree
+    text: str = yaml.dump(tree, Dumper=_Dumper, allow_unicode=True, sort_keys=False, width=math.inf)
+    return text

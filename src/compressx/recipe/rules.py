@@ -8,10 +8,8 @@ from typing import Annotated, Any, TypeAlias
 
 from pydantic import (
     BeforeValidator,
-    Discriminator,
     Field,
     PlainSerializer,
-    PlainValidator,
     StrictFloat,
     StrictInt,
     Tag,
@@ -19,32 +17,20 @@ from pydantic import (
 )
 
 from compressx.api.patterns import NM, UNIT_KINDS, Group, UnitKind
-from compressx.recipe.validation import Strict, conflict
-
-_RANGE = r"([0-9]{1,9})-([0-9]{1,9})"
+from compressx.recipe.validation import PLAIN_OR_MAPPING, Strict, conflict
 
 
 def _listed(value: object) -> object:
     return value if isinstance(value, list | tuple) else [value]
 
 
-def _number(value: object) -> int | str:
-    if type(value) is int:
-        return value
-    found = re.fullmatch(_RANGE, value) if isinstance(value, str) else None
-    if found is None or int(found[1]) > int(found[2]):
-        raise ValueError("expected the number of a layer, such as 3 or -1, or a range that rises, such as 4-27")
-    return found[0]
-
-
-_Input = int | Annotated[str, Field(pattern=f"^{_RANGE}$")]
-_Number = Annotated[int | str, PlainValidator(_number, json_schema_input_type=_Input)]
+_Number = StrictInt | Annotated[str, Field(pattern=r"^[0-9]{1,9}-[0-9]{1,9}$")]
 
 
 class Layers(Strict):
     """All linears of some decoder blocks."""
 
-    layers: Annotated[list[_Number], BeforeValidator(_listed, json_schema_input_type=_Input | list[_Input])] = Field(
+    layers: Annotated[list[_Number], BeforeValidator(_listed, json_schema_input_type=_Number | list[_Number])] = Field(
         min_length=1, description="numbers of decoder blocks from 0, such as 4-27 or [0, 1, -1]; -1 is the last"
     )
 
@@ -58,21 +44,17 @@ class Layers(Strict):
         Raises:
             ValueError: a number that the model does not have; the message says which there are.
         """
-        numbers = [n for part in self.layers for n in ([part] if isinstance(part, int) else _within(part))]
-        if beyond := [n for n in numbers if not -depth <= n < depth]:
-            raise ValueError(f"the model has no layer {beyond[0]}; its layers are 0-{depth - 1}, and -1 is the last")
-        return {n % depth for n in numbers}
+        found: set[int] = set()
+        for part in self.layers:
+            first, last = (part, part) if isinstance(part, int) else sorted(map(int, part.split("-")))
+            if not -depth <= first <= last < depth:
+                beyond = last if last >= depth else first
+                raise ValueError(f"the model has no layer {beyond}; its layers are 0-{depth - 1}, and -1 is the last")
+            found |= {n % depth for n in range(first, last + 1)}
+        return found
 
 
-def _within(part: str) -> range:
-    first, last = map(int, part.split("-"))
-    return range(first, last + 1)
-
-
-Target: TypeAlias = Annotated[
-    Annotated[str, Tag("name")] | Annotated[Layers, Tag("mapping")],
-    Discriminator(lambda value: "mapping" if isinstance(value, dict | Layers) else "name"),
-]
+Target: TypeAlias = Annotated[Annotated[str, Tag("plain")] | Annotated[Layers, Tag("mapping")], PLAIN_OR_MAPPING]
 
 
 def matches(glob: str, name: str) -> bool:
@@ -155,10 +137,8 @@ class Rule(Strict):
     def _sparsity_or_pattern(self) -> Rule:
         if self.sparsity is not None and isinstance(self.pattern, NM):
             raise conflict("sparsity and pattern exclude each other; keep one", ["sparsity", "pattern"])
-        if isinstance(self.pattern, NM) and self.group is not None:
-            raise conflict("group only goes with sparsity: N:M weights compete within their M neighbours", ["group"])
         if self.pattern is not None and self.group is not None:
-            raise conflict(f"group does not go with {self.pattern}, which compete within their module", ["group"])
+            raise conflict(f"group does not go with {self.pattern}, which says among what weights compete", ["group"])
         if self.multiple is not None and self.pattern != "neurons":
             raise conflict("multiple only goes with pattern: neurons", ["multiple"])
         return self

@@ -5,20 +5,29 @@ All errors are reported at once, each with its place.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
 from pydantic import BaseModel, BeforeValidator, Field, StrictBool
-from pydantic.errors import PydanticInvalidForJsonSchema
+from pydantic.json_schema import GenerateJsonSchema
 
-from compressx.recipe.document import Node, Step, dump_yaml, from_python, override, put, read_yaml
+from compressx.api.patterns import NM
+from compressx.recipe.document import (
+    Document,
+    Location,
+    Step,
+    dump_yaml,
+    from_python,
+    override,
+    path_text,
+    read_yaml,
+)
 from compressx.recipe.rules import Rule, Target
 from compressx.recipe.sections import AllocationField, Calibration, Finetune, ReconstructBlock, SelectTokens
-from compressx.recipe.sources import ComputeDtype, DatasetSource, Draw, ModelField, datasets_in, long_form
+from compressx.recipe.sources import ComputeDtype, DatasetSource, Draw, ModelField, datasets_in
 from compressx.recipe.validation import Strict, validated
 from compressx.runtime.errors import RecipeError
 
@@ -131,15 +140,9 @@ class Recipe(Strict):
         sections = {"calibration": self.calibration, "finetune": self.finetune}
         return {name: x.draw for name, x in sections.items() if x is not None and x.draw is not None}
 
-    def datasets(self) -> dict[tuple[Step, ...], DatasetSource]:
+    def datasets(self) -> dict[Location, DatasetSource]:
         """Return the datasets by their location in the recipe."""
-        found: dict[tuple[Step, ...], DatasetSource] = {}
-        for name, section in (("calibration", self.calibration), ("finetune", self.finetune)):
-            if section is not None and section.dataset is not None:
-                found[name, "dataset"] = section.dataset
-            elif section is not None:
-                found |= {(name, "datasets", i): dataset for i, dataset in enumerate(section.datasets or ())}
-        return found | dict(datasets_in(self.evaluate, ("evaluate",)))
+        return dict(datasets_in(self))
 
 
 @dataclass(frozen=True)
@@ -151,11 +154,11 @@ class LoadedRecipe:
         recipe: the recipe, with short forms expanded and defaults filled in.
     """
 
-    source: Node
+    source: Document
     recipe: Recipe
 
     def where(self, *loc: Step) -> str:
-        """Return the place of a key or list item, as `Node.where` does."""
+        """Return the place of a key or list item, as `Document.where` does."""
         return self.source.where(*loc)
 
     def at(self, *loc: Step) -> AbstractContextManager[None]:
@@ -167,114 +170,88 @@ class LoadedRecipe:
         return dump_yaml(self.recipe.model_dump(mode="json", by_alias=True, exclude_none=True))
 
 
-def load_recipe(path: Path, overrides: Sequence[str] = (), grid: Sequence[str] = ()) -> LoadedRecipe:
-    """Load a recipe from a YAML file.
+def load_recipe(
+    recipe: Path | Mapping[str, Any], overrides: Sequence[str] = (), grid: Sequence[str] = ()
+) -> LoadedRecipe:
+    """Load a recipe.
 
     Args:
-        path: the file.
+        recipe: a YAML file, or the same structure in Python.
         overrides: `a.b.0.c=VALUE` with VALUE in YAML, applied in order.
         grid: assignments of the same form from `--grid`, applied after `overrides`.
 
     Raises:
-        RecipeError: one line with its place for each error in the file or the overrides.
+        RecipeError: one line with its place for each mistake.
     """
-    return recipe_from_source(read_recipe(path, overrides, grid))
+    return _validated(_read(recipe, overrides, grid))
 
 
-def read_recipe(path: Path, overrides: Sequence[str] = (), grid: Sequence[str] = ()) -> Node:
-    """Read a recipe's document from a YAML file, without comparing it with the schema.
-
-    Raises:
-        RecipeError: a file that cannot be read or is not YAML, or an override that has no place in it.
-    """
-    source = read_yaml(path)
+def _read(recipe: Path | Mapping[str, Any], overrides: Sequence[str], grid: Sequence[str] = ()) -> Document:
+    document = read_yaml(recipe) if isinstance(recipe, Path) else from_python(recipe, "<dict>")
     for option, given in (("--set", overrides), ("--grid", grid)):
         for assignment in given:
-            source = override(source, assignment, option, long_form)
-    return source
+            document = override(document, assignment, option)
+    return document
 
 
-def recipe_from_dict(recipe: Mapping[str, Any], name: str = "<dict>") -> LoadedRecipe:
-    """Load a recipe from a Python mapping.
-
-    Args:
-        recipe: the same structure as in a YAML file.
-        name: stands in for the file name in places, as in `<dict>:prune[1].sparsity`.
-
-    Raises:
-        RecipeError: as for `load_recipe`.
-    """
-    return recipe_from_source(from_python(recipe, name))
-
-
-def recipe_from_source(source: Node) -> LoadedRecipe:
-    """Compare a document with the schema.
-
-    Raises:
-        RecipeError: one line with its place for each error.
-    """
-    if source.value is None or source.value == {}:
-        raise RecipeError(f"{source.place}: the recipe is empty; it needs model, prune, output")
-    loaded = LoadedRecipe(source, validated(Recipe, source.plain(), source.where))
-    if mistakes := [*_nothing_pruned_mistakes(loaded), *_budget_mistakes(loaded), *_base_mistakes(loaded)]:
+def _validated(source: Document) -> LoadedRecipe:
+    if not source.value and not isinstance(source.value, list):
+        raise RecipeError(f"{source.where()}: the recipe is empty; it needs model, prune, output")
+    loaded = LoadedRecipe(source, validated(Recipe, source.value, source.where))
+    mistakes = [f"{source.where(*loc)}: {told}" for loc, told in _mistakes(loaded.recipe, source.where)]
+    if mistakes:
         raise RecipeError("\n".join(mistakes))
     return loaded
 
 
-def _nothing_pruned_mistakes(loaded: LoadedRecipe) -> Iterator[str]:
-    """Yield a message if nothing is pruned and no tokens are selected, or for each section that nothing reads then."""
-    recipe = loaded.recipe
+def _mistakes(recipe: Recipe, where: Callable[..., str]) -> Iterator[tuple[Location, str]]:
+    """Yield what sections say against each other, each with the key that it is told at."""
     if recipe.prune:
-        return
-    if recipe.select_tokens is None:
-        example = '[{targets: ["*"], pruner: wanda, sparsity: 0.5}]'
-        yield f"{loaded.where('prune')}: missing key 'prune', a list of rules, such as {example}"
-        return
-    for name in ("base", "calibration", "ignore", "allocation", "reconstruct_block", "finetune"):
-        if getattr(recipe, name) is not None:
-            yield f"{loaded.where(name)}: {name} is there, but nothing is pruned; add prune, or remove {name}"
-
-
-def _base_mistakes(loaded: LoadedRecipe) -> Iterator[str]:
-    """Yield a message for each key that needs zeros, though there is a base, or a base, though there is none."""
-    recipe = loaded.recipe
-    if recipe.base is None:
         for i, rule in enumerate(recipe.prune):
-            if rule.sparsity == 1:
-                where = loaded.where("prune", i, "sparsity")
-                yield f"{where}: prune[{i}].sparsity is 1; expected less than 1 without base"
-        if recipe.base_keeps is not None:
-            yield f"{loaded.where('base_keeps')}: base_keeps only goes with base, the model that weights are taken from"
-        return
+            yield from _budget_mistakes(recipe, i, rule, where)
+    elif recipe.select_tokens is None:
+        yield (
+            ("prune",),
+            "missing key 'prune', a list of rules, such as [{targets: [\"*\"], pruner: wanda, sparsity: 0.5}]",
+        )
+    else:
+        for name in ("base", "calibration", "ignore", "allocation", "reconstruct_block", "finetune"):
+            if getattr(recipe, name) is not None:
+                yield (name,), f"{name} is there, but nothing is pruned; add prune, or remove {name}"
+    if recipe.base is None and recipe.base_keeps is not None:
+        yield ("base_keeps",), "base_keeps only goes with base, the model that weights are taken from"
     for name in ("shrink", "reconstruct_block", "finetune"):
-        if getattr(recipe, name):
-            yield (
-                f"{loaded.where(name)}: {name} needs zeros, but with base at {loaded.where('base')} dropped weights "
-                f"are the base's; remove {name}, or base"
-            )
+        if recipe.base is not None and getattr(recipe, name):
+            base = f"with base at {where('base')} dropped weights are the base's"
+            yield (name,), f"{name} needs zeros, but {base}; remove {name}, or base"
 
 
-def _budget_mistakes(loaded: LoadedRecipe) -> Iterator[str]:
-    """Yield a message for each rule that lacks a sparsity, or has one despite an allocation."""
-    allocated = loaded.recipe.allocation is not None
-    for i, rule in enumerate(loaded.recipe.prune):
-        if allocated and rule.pattern in ("experts", "blocks"):
-            yield (
-                f"{loaded.where('allocation')}: allocation chooses no sparsities of {rule.pattern} at "
-                f"{loaded.where('prune', i, 'pattern')}; drop allocation, or prune them by a recipe of their own"
-            )
-        elif allocated and rule.sparsity is not None:
-            yield (
-                f"{loaded.where('prune', i, 'sparsity')}: prune[{i}] has sparsity {rule.sparsity}, but allocation at "
-                f"{loaded.where('allocation')} chooses every rule's sparsity; drop sparsity here, or drop allocation"
-            )
-        elif not allocated and rule.sparsity is None and isinstance(rule.pattern, str):
-            yield f"{loaded.where('prune', i)}: prune[{i}]: {rule.pattern} needs sparsity, such as 0.2"
-        elif not allocated and rule.sparsity is None and rule.pattern is None:
-            yield f'{loaded.where("prune", i)}: prune[{i}]: needs sparsity, such as 0.5, or pattern, such as "2:4"'
+def _budget_mistakes(recipe: Recipe, i: int, rule: Rule, where: Callable[..., str]) -> Iterator[tuple[Location, str]]:
+    """Yield a message if a rule lacks a sparsity, or has one despite an allocation, or one that its zeros forbid."""
+    here: Location = ("prune", i)
+    if recipe.allocation is None and rule.sparsity is None and not isinstance(rule.pattern, NM):
+        needed = f"{rule.pattern} needs sparsity" if rule.pattern else 'needs pattern, such as "2:4", or sparsity'
+        yield here, f"prune[{i}]: {needed}, such as 0.5"
+    elif recipe.allocation is not None and rule.pattern in ("experts", "blocks"):
+        yield (
+            ("allocation",),
+            (
+                f"allocation chooses no sparsities of {rule.pattern} at {where(*here, 'pattern')}; drop allocation, or "
+                "prune them by a recipe of their own"
+            ),
+        )
+    elif recipe.allocation is not None and rule.sparsity is not None:
+        yield (
+            (*here, "sparsity"),
+            (
+                f"prune[{i}] has sparsity {rule.sparsity}, but allocation at {where('allocation')} chooses every "
+                "rule's sparsity; drop sparsity here, or drop allocation"
+            ),
+        )
+    if recipe.base is None and rule.sparsity == 1:
+        yield (*here, "sparsity"), f"prune[{i}].sparsity is 1; expected less than 1 without base"
 
 
-_ARGUMENT = "the argument calibration"
 _NOT_IN_MEMORY = {
     "model": "the model is the one that is passed to prune; leave it out, or call compressx.run",
     "output": "a model in memory is pruned without writing files; leave it out, or call compressx.run",
@@ -290,7 +267,7 @@ def recipe_in_memory(
     """Load a recipe for a model that is in memory.
 
     Args:
-        recipe: a YAML file, or the same structure in Python, without `model` and `output`.
+        recipe: as for `load_recipe`, without `model` and `output`.
         model: what the model is called in reports.
         calibration: the keys of `calibration` that the caller's own text decides; None without such text.
         overrides: as for `load_recipe`.
@@ -298,24 +275,21 @@ def recipe_in_memory(
     Raises:
         RecipeError: as for `load_recipe`; a key that has no meaning here.
     """
-    source = read_recipe(recipe, overrides) if isinstance(recipe, Path) else from_python(recipe, "<dict>")
-    _refuse_keys(source, _NOT_IN_MEMORY)
+    source = _read(recipe, overrides)
+    given = source.value if isinstance(source.value, dict) else {}
+    refused: dict[Location, str] = {(key,): why for key, why in _NOT_IN_MEMORY.items() if key in given}
     if calibration is not None:
-        section = source.value.get("calibration") if isinstance(source.value, Mapping) else None
+        own = given.get("calibration")
+        stray = [key for key in (*calibration, "datasets") if isinstance(own, dict) and key in own]
         decided = "the argument calibration decides it; leave it out of the recipe"
-        _refuse_keys(section, dict.fromkeys([*calibration, "datasets"], decided), "calibration.")
-        source = put(source, ["calibration"], section or Node({}, _ARGUMENT))
-        for key, value in calibration.items():
-            source = put(source, ["calibration", key], Node(value, _ARGUMENT))
+        refused |= {("calibration", key): decided for key in stray}
+    if refused:
+        raise RecipeError("\n".join(f"{source.where(*at)}: {path_text(at)}: {why}" for at, why in refused.items()))
+    for key, value in (calibration or {}).items():
+        source = source.replaced(["calibration", key], Document(value, {(): "the argument calibration"}))
     for key, value in (("model", model), ("output", ".")):
-        source = put(source, [key], Node(value, source.place))
-    return recipe_from_source(source)
-
-
-def _refuse_keys(section: Node | None, reasons: Mapping[str, str], path: str = "") -> None:
-    found = section.value if section is not None and isinstance(section.value, Mapping) else {}
-    if lines := [f"{found[key].place}: {path}{key}: {why}" for key, why in reasons.items() if key in found]:
-        raise RecipeError("\n".join(lines))
+        source = source.replaced([key], Document(value, {(): source.where()}))
+    return _validated(source)
 
 
 Models: TypeAlias = Mapping[str, type[BaseModel]]
@@ -343,10 +317,20 @@ def json_schema(offers: Mapping[str, Models]) -> dict[str, Any]:
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "compressx recipe"}
 
 
+class _Closed(GenerateJsonSchema):
+    """Forbids unknown keys, as `validated` does whatever a model's config; what JSON has no word for is anything."""
+
+    def model_schema(self, schema: Any) -> dict[str, Any]:
+        return {**super().model_schema(schema), "additionalProperties": False}
+
+    def handle_invalid_for_json_schema(self, schema: Any, error_info: str) -> dict[str, Any]:  # noqa: ARG002
+        return {}
+
+
 def _defined(definitions: dict[str, Any], key: str, name: str, model: type[BaseModel]) -> str:
     """Add the options of what a plugin offers to the definitions; return their place."""
-    text = json.dumps(_closed(_described(model))).replace('"#/$defs/', f'"#/$defs/{key} {name}.')
-    described = json.loads(text)
+    inside = f"#/$defs/{key} {name}.{{model}}"
+    described = model.model_json_schema(ref_template=inside, schema_generator=_Closed)
     definitions |= {f"{key} {name}.{inner}": d for inner, d in described.pop("$defs", {}).items()}
     definitions[f"options of {key} {name}"] = described
     return f"#/$defs/options of {key} {name}"
@@ -364,28 +348,3 @@ def _add_options(definitions: dict[str, Any], key: str, sections: Sequence[str],
             }
             for name, place in places.items()
         ]
-
-
-def _described(model: type[BaseModel]) -> dict[str, Any]:
-    """Return a model's schema, or one that allows anything if a field has no JSON schema."""
-    try:
-        return model.model_json_schema(by_alias=True)
-    except PydanticInvalidForJsonSchema:
-        return {"type": "object", "additionalProperties": True}
-
-
-def _closed(schema: Any) -> Any:
-    """Forbid unknown keys in every object with properties, as `validated` does whatever a model's own config."""
-    if isinstance(schema, list):
-        return [_closed(item) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    closed = {key: _closed(value) for key, value in schema.items()}
-    if isinstance(schema.get("properties"), dict) and schema.get("type") == "object":
-        closed["additionalProperties"] = False
-    return closed
-
-
-def text_of(schema: Mapping[str, Any]) -> str:
-    """Format a schema as in the committed file."""
-    return json.dumps(schema, indent=1) + "\n"

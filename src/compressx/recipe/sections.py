@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from itertools import pairwise
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import (
-    BeforeValidator,
     ByteSize,
-    Discriminator,
     Field,
-    PlainValidator,
     StrictBool,
     StrictFloat,
     StrictInt,
@@ -21,19 +17,15 @@ from pydantic import (
     model_validator,
 )
 
-from compressx.recipe.document import shown
-from compressx.recipe.sources import Bos, DatasetField, DatasetsField, Draw, ModelSource, weighted
-from compressx.recipe.validation import Strict, conflict
-from compressx.runtime.errors import did_you_mean
+from compressx.recipe.sources import Bos, Draw, ModelSource, TextSources
+from compressx.recipe.validation import PLAIN_OR_MAPPING, Strict, conflict
 
 SizeField = Annotated[ByteSize, Field(ge=1000), WithJsonSchema({"type": ["string", "integer"]})]
 
 
-class Calibration(Strict):
+class Calibration(TextSources):
     """The text whose activations guide pruning."""
 
-    dataset: DatasetField | None = Field(None, description="the text; exactly one of `dataset`, `datasets`")
-    datasets: DatasetsField | None = Field(None, description="several sources of text, mixed by their weights")
     samples: StrictInt = Field(128, ge=1, description="windows drawn")
     sequence_length: StrictInt = Field(2048, ge=2, description="tokens in a window")
     bos: Bos = Field("auto", description="begin each window with the tokenizer's BOS token; auto: for Gemma only")
@@ -49,15 +41,14 @@ class Calibration(Strict):
 
     @model_validator(mode="after")
     def _some_text(self) -> Calibration:
-        if not weighted(self.dataset, self.datasets):
+        if not self.sources:
             raise conflict("give dataset, or datasets for several", [])
         return self
 
     @property
     def draw(self) -> Draw:
         """The draw of the windows."""
-        sources = weighted(self.dataset, self.datasets)
-        return Draw(sources, self.samples, self.sequence_length, self.seed, self.bos)
+        return Draw(self.sources, self.samples, self.sequence_length, self.seed, self.bos)
 
 
 Sharing: TypeAlias = Literal["block", "rule"]
@@ -112,8 +103,8 @@ class _Measuring(Strict):
     """Keys of the methods that measure divergences."""
 
     target: Annotated[
-        Annotated[StrictFloat, Field(gt=0, lt=MAX_SPARSITY), Tag("number")] | Annotated[TargetBudget, Tag("mapping")],
-        Discriminator(lambda value: "mapping" if isinstance(value, dict | TargetBudget) else "number"),
+        Annotated[StrictFloat, Field(gt=0, lt=MAX_SPARSITY), Tag("plain")] | Annotated[TargetBudget, Tag("mapping")],
+        PLAIN_OR_MAPPING,
     ] = Field(description=f"{_TARGET}; or a budget, {{parameters: 0.8}} or {{bytes: 120MB}}")
     sparsities: list[Annotated[StrictFloat, Field(gt=0, le=MAX_SPARSITY)]] = Field(
         default=[0.3, 0.5, 0.7, 0.9], min_length=2, description="sparsities to measure, increasing; 0.5 is 50%"
@@ -161,38 +152,10 @@ class AttentionAware(_Measuring):
 
 Allocation: TypeAlias = OwlAllocation | DivergenceAllocation | AttentionAware
 
-_NAMES = ("owl", "divergence", "attention-aware")
+AllocationField = Annotated[Allocation, Field(discriminator="method")]
 
 
-def _known_method(value: object) -> object:
-    if isinstance(value, Mapping):
-        if "method" not in value:
-            raise conflict(f"missing key 'method': {_METHOD}; valid: {', '.join(sorted(_NAMES))}", [])
-        if (method := value["method"]) not in _NAMES:
-            raise conflict(f"no method {shown(method)}; {did_you_mean(str(method), _NAMES)}", ["method"])
-    return value
-
-
-AllocationField = Annotated[Allocation, Field(discriminator="method"), BeforeValidator(_known_method)]
-
-
-def _keep(value: object) -> int | float:
-    number = value if isinstance(value, int | float) and not isinstance(value, bool) else 0
-    if isinstance(number, float) and 0 < number < 1:
-        return number
-    if isinstance(number, float) and number == 1.0:
-        raise ValueError("that could be one token or all of them; write 1 for one, and to read all select no tokens")
-    if not math.isfinite(number) or number < 1 or number != int(number):
-        raise ValueError("expected a number of tokens, at least 1, or a fraction of the prompt between 0 and 1")
-    return int(number)
-
-
-Keep = Annotated[
-    int | float,
-    PlainValidator(_keep),
-    WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 1},
-                              {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1}]}),
-]  # fmt: skip
+Keep = Annotated[StrictInt, Field(ge=1)] | Annotated[StrictFloat, Field(gt=0, lt=1, allow_inf_nan=False)]
 
 
 class Protect(Strict):
@@ -228,16 +191,9 @@ class ReconstructBlock(Strict):
     batch_size: StrictInt = Field(4, ge=1, description="windows per step; a multiple of calibration.batch_size")
 
 
-_TEACHERS = ("dense", "none")
-
-
-def _known_teacher(value: object) -> object:
-    if not isinstance(value, dict | ModelSource) and value not in _TEACHERS:
-        raise conflict(f"{did_you_mean(str(value), _TEACHERS)}; or a model, such as {{path: FOLDER}}", [])
-    return value
-
-
-Teacher = Annotated[Literal["dense", "none"] | ModelSource, BeforeValidator(_known_teacher)]
+Teacher = Annotated[
+    Annotated[Literal["dense", "none"], Tag("plain")] | Annotated[ModelSource, Tag("mapping")], PLAIN_OR_MAPPING
+]
 
 _DRAWING = ("samples", "sequence_length", "bos")
 """Keys about the windows of `dataset` or `datasets`, by their names in `Draw`, which has their defaults."""
@@ -250,7 +206,7 @@ class Lora(Strict):
     targets: list[str] = Field(["*"], min_length=1, description="globs over names of pruned linears")
 
 
-class Finetune(Strict):
+class Finetune(TextSources):
     """Training of the pruned model with its masks held."""
 
     steps: StrictInt | None = Field(None, ge=1, description="optimizer steps; 200 when absent, without minutes")
@@ -272,8 +228,6 @@ class Finetune(Strict):
     lora: Lora | None = Field(
         None, description="train LoRA adapters instead of the weights, merged at the end", examples=[{"rank": 16}]
     )
-    dataset: DatasetField | None = Field(None, description="text to train on; the calibration windows when absent")
-    datasets: DatasetsField | None = Field(None, description="several sources of text, mixed by their weights")
     samples: StrictInt | None = Field(None, ge=1, description="windows drawn from `dataset`; 128 when absent")
     sequence_length: StrictInt | None = Field(
         None, ge=2, description="tokens in a window of `dataset`; 2048 when absent"
@@ -306,14 +260,13 @@ class Finetune(Strict):
     @property
     def draw(self) -> Draw | None:
         """The draw of the windows, or None if they are the calibration windows."""
-        sources = weighted(self.dataset, self.datasets)
         drawing = {n: getattr(self, n) for n in _DRAWING if getattr(self, n) is not None}
-        return Draw(sources, seed=self.seed, **drawing) if sources else None
+        return Draw(self.sources, seed=self.seed, **drawing) if self.sources else None
 
     @model_validator(mode="after")
     def _nothing_idle(self) -> Finetune:
         stray = [n for n in _DRAWING if getattr(self, n) is not None]
-        if not weighted(self.dataset, self.datasets) and stray:
+        if not self.sources and stray:
             raise conflict(f"{' and '.join(stray)} only goes with dataset; calibration has its own", stray)
         if self.minutes is not None and self.steps is not None:
             raise conflict("minutes takes the place of steps; remove one of them", ["minutes", "steps"])

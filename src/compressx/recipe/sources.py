@@ -17,7 +17,7 @@ from pydantic import (
     model_validator,
 )
 
-from compressx.recipe.document import Scalar, Step
+from compressx.recipe.document import Location, long_form
 from compressx.recipe.validation import Strict, conflict
 
 ComputeDtype: TypeAlias = Literal["auto", "float32", "bfloat16"]
@@ -117,14 +117,14 @@ class DatasetSource(Strict):
         return self
 
 
-def datasets_in(value: object, place: tuple[Step, ...] = ()) -> Iterator[tuple[tuple[Step, ...], DatasetSource]]:
+def datasets_in(value: object, place: Location = ()) -> Iterator[tuple[Location, DatasetSource]]:
     """Yield the datasets inside models, mappings and lists, each with its location."""
     if isinstance(value, DatasetSource):
         yield place, value
         return
-    items: Iterable[tuple[Any, object]] = ()
-    if isinstance(value, BaseModel | Mapping):
-        items = value.items() if isinstance(value, Mapping) else value
+    items: Iterable[tuple[Any, object]] = value if isinstance(value, BaseModel) else ()
+    if isinstance(value, Mapping):
+        items = value.items()
     elif isinstance(value, list | tuple):
         items = enumerate(value)
     for step, inner in items:
@@ -168,36 +168,6 @@ class Draw:
         return counts
 
 
-def weighted(
-    dataset: DatasetSource | None, datasets: Sequence[WeightedSource] | None
-) -> list[tuple[DatasetSource, float]]:
-    """Return the sources of a section and their weights.
-
-    Raises:
-        PydanticCustomError: both keys are given.
-    """
-    if dataset is not None and datasets is not None:
-        raise conflict("dataset and datasets exclude each other; keep one", ["dataset", "datasets"])
-    return [(dataset, 1.0)] if dataset is not None else [(source, source.weight) for source in datasets or ()]
-
-
-def long_form(location: Sequence[Step], text: str) -> dict[str, Scalar] | None:
-    """Return the mapping that a text in a recipe is short for: of a model, a base or a dataset; None for other text."""
-    if location[-1:] == ("model",) or tuple(location) == ("base",):
-        looks_local = text.endswith(".gguf") or text.startswith((".", "/", "~")) or _exists(text)
-        return {"path" if looks_local else "id": text}
-    if location[-1:] == ("dataset",) or location[-2:-1] == ("datasets",):
-        return {"name": text}
-    return None
-
-
-def _exists(path: str) -> bool:
-    try:
-        return Path(path).exists()
-    except OSError:  # too long to be a path
-        return False
-
-
 def _model_from_text(value: object) -> object:
     return long_form(("model",), value) if isinstance(value, str) else value
 
@@ -212,3 +182,21 @@ WeightedField = Annotated[
     WeightedSource, BeforeValidator(_dataset_from_text, json_schema_input_type=str | WeightedSource)
 ]
 DatasetsField = Annotated[list[WeightedField], Field(min_length=1, examples=[[{"name": "c4", "weight": 0.7}]])]
+
+
+class TextSources(Strict):
+    """Where the text of a section comes from."""
+
+    dataset: DatasetField | None = Field(None, description="the text; or `datasets`")
+    datasets: DatasetsField | None = Field(None, description="several sources of text, mixed by their weights")
+
+    @property
+    def sources(self) -> list[tuple[DatasetSource, float]]:
+        """The sources and their weights."""
+        return [(x, x.weight) for x in self.datasets or ()] if self.dataset is None else [(self.dataset, 1.0)]
+
+    @model_validator(mode="after")
+    def _one_key(self) -> TextSources:
+        if self.dataset is not None and self.datasets is not None:
+            raise conflict("dataset and datasets exclude each other; keep one", ["dataset", "datasets"])
+        return self

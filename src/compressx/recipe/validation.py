@@ -9,15 +9,14 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Discriminator, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticCustomError
 
-from compressx.recipe.document import Step, flow, path_text, shown
+from compressx.recipe.document import Location, flow, path_text, shown
 from compressx.runtime.errors import CompressxError, PluginError, RecipeError, did_you_mean, nearest
 
 _Model = TypeVar("_Model", bound=BaseModel)
-_Loc = tuple[Step, ...]
 
 _EXPECTED = {
     **dict.fromkeys(("int_type", "int_parsing", "int_from_float"), "a whole number"),
@@ -25,10 +24,8 @@ _EXPECTED = {
     **dict.fromkeys(("bool_type", "bool_parsing"), "true or false"),
     "string_type": "text (numbers, true and null in quotes)",
     "path_type": "a path",
-    **dict.fromkeys(("list_type", "tuple_type"), "a list, such as {example}"),
-    **dict.fromkeys(
-        ("dict_type", "model_type", "model_attributes_type"), "a mapping of keys to values, such as {example}"
-    ),
+    **dict.fromkeys(("list_type", "tuple_type"), "a list{such_as}"),
+    **dict.fromkeys(("dict_type", "model_type", "model_attributes_type"), "a mapping of keys to values{such_as}"),
     "none_required": "null",
     "greater_than": "more than {gt}",
     "greater_than_equal": "at least {ge}",
@@ -36,11 +33,14 @@ _EXPECTED = {
     "less_than_equal": "at most {le}",
     **dict.fromkeys(("string_too_short", "too_short"), "a length of at least {min_length}"),
     **dict.fromkeys(("string_too_long", "too_long"), "a length of at most {max_length}"),
-    "literal_error": "{expected}",
     "string_pattern_mismatch": "text like {pattern}",
     **dict.fromkeys(("byte_size", "byte_size_unit"), "a size such as 500MB or 4GiB"),
 }
 _SENTENCES = {"value_error", "assertion_error", "conflict"}
+
+
+PLAIN_OR_MAPPING = Discriminator(lambda value: "mapping" if isinstance(value, dict | BaseModel) else "plain")
+"""Of a union of `Tag("plain")` and `Tag("mapping")`: only one of the two tells its mistakes."""
 
 
 class Strict(BaseModel):
@@ -85,8 +85,8 @@ def validated(
         raise error("\n".join(lines)) from None
 
 
-def validate_options(model: type[_Model], options: Mapping[str, Any], where: Callable[..., str]) -> _Model:
-    """Validate a pruner's options, as strictly as a recipe's own keys.
+def validate_options(model: type[_Model], options: object, where: Callable[..., str]) -> _Model:
+    """Validate what a recipe says of a plugin, as strictly as a recipe's own keys.
 
     Args:
         model: the plugin's schema of its options.
@@ -98,7 +98,7 @@ def validate_options(model: type[_Model], options: Mapping[str, Any], where: Cal
         PluginError: a validator of the schema failed otherwise than by a ValueError.
     """
     try:
-        return validated(model, dict(options), where, noun="option", strict=True)
+        return validated(model, options, where, noun="option", strict=True)
     except CompressxError:
         raise
     except Exception as error:  # pydantic lets all but ValueError and AssertionError through
@@ -112,9 +112,9 @@ def validate_options(model: type[_Model], options: Mapping[str, Any], where: Cal
 def _lines(
     errors: Sequence[ErrorDetails], model: type[BaseModel], data: object, where: Callable[..., str], noun: str
 ) -> Iterator[str]:
-    wanted: dict[_Loc, tuple[Any, list[ErrorDetails]]] = {}
+    wanted: dict[Location, tuple[Any, list[ErrorDetails]]] = {}
     # Unknown keys come before missing ones: a misspelt key is both, and the unknown one has the better hint.
-    for error in sorted(errors, key=lambda e: e["type"] == "missing"):
+    for error in sorted(map(_of_its_key, errors), key=lambda e: e["type"] == "missing"):
         loc, value = _within(data, error["loc"])
         if error["type"] == "extra_forbidden":
             valid = [name for m in _schema_at(model, loc[:-1], data)[0] for name in _fields(m)]
@@ -122,25 +122,37 @@ def _lines(
             yield f"{where(*loc)}: unknown {noun} {loc[-1]!r}{_inside(loc[:-1])}; {hint}"
         elif error["type"] == "missing":
             name = error["loc"][-1]
-            yield f"{where(*loc)}: missing {noun} {name!r}{_inside(loc)}{_description(model, (*loc, name), data)}"
+            described = _field_at(model, (*loc, name), data)[0]
+            yield f"{where(*loc)}: missing {noun} {name!r}{_inside(loc)}{described}"
         elif error["type"] in _SENTENCES:
             yield _sentence(error, loc, value, where)
         else:
             wanted.setdefault(loc, (value, []))[1].append(error)
     for loc, (value, found) in wanted.items():
-        name = path_text(loc) or "the document"
+        name = path_text(loc) or ("the document" if noun == "key" else f"{noun}s")
+        described, example = _field_at(model, loc, data)
         # Each member of a union reports what it expected of the same value.
-        either = " or ".join(dict.fromkeys(_expected(error, _example(model, loc, data)) for error in found))
-        hint = nearest(value, [n for error in found for n in _names(error)]) if isinstance(value, str) else ""
-        yield f"{where(*loc)}: {name} is {shown(value)}; {hint}expected {either}{_description(model, loc, data)}"
+        either = " or ".join(dict.fromkeys(_expected(error, example) for error in found))
+        literals = [n for e in found for n in re.findall("'([^']*)'", str(e.get("ctx", {}).get("expected", "")))]
+        hint = nearest(value, literals) if isinstance(value, str) else ""
+        yield f"{where(*loc)}: {name} is {shown(value)}; {hint}expected {either}{described}"
 
 
-def _sentence(error: ErrorDetails, loc: _Loc, value: object, where: Callable[..., str]) -> str:
+def _of_its_key(error: ErrorDetails) -> ErrorDetails:
+    """Return the error of a union's discriminator as one of the key that selects the member, and others as they are."""
+    if error["type"] not in {"union_tag_invalid", "union_tag_not_found"}:
+        return error
+    found, key = error["type"] == "union_tag_invalid", error["ctx"]["discriminator"].strip("'")
+    expected = error["ctx"].get("expected_tags", "")
+    kind = "literal_error" if found else "missing"
+    return {**error, "type": kind, "loc": (*error["loc"], key), "msg": expected, "ctx": {"expected": expected}}
+
+
+def _sentence(error: ErrorDetails, loc: Location, value: object, where: Callable[..., str]) -> str:
     context = error.get("ctx", {})
     message = str(context.get("error") or context.get("message"))
     if loc:
-        subject = path_text(loc)
-        message = f"{subject}: {message}" if isinstance(value, Mapping) else f"{subject} is {shown(value)}; {message}"
+        message = f"{path_text(loc)}{':' if isinstance(value, Mapping) else f' is {shown(value)};'} {message}"
     keys = context.get("keys", [])
     places = ", ".join(f"{key} at {where(*loc, key)}" for key in keys)
     return f"{where(*loc, *keys[-1:])}: {message}" + (f" ({places})" if len(keys) > 1 else "")
@@ -151,26 +163,10 @@ def _expected(error: ErrorDetails, example: str) -> str:
     if template is None:
         return error["msg"].removeprefix("Input should be ")
     bounds = {k: int(v) if isinstance(v, float) and v.is_integer() else v for k, v in error.get("ctx", {}).items()}
-    message = template if example else template.removesuffix(", such as {example}")
-    return message.format(**bounds, example=example)
+    return template.format(**bounds, such_as=example and f", such as {example}")
 
 
-def _names(error: ErrorDetails) -> list[str]:
-    """Return the accepted values of a literal or enum."""
-    fixed = error["type"] in {"literal_error", "enum"}
-    return re.findall("'([^']*)'", error["ctx"]["expected"]) if fixed else []
-
-
-def _example(model: type[BaseModel], loc: _Loc, data: object) -> str:
-    """Format the schema's example for a location, or for an item the first of its list's example."""
-    field = _schema_at(model, loc, data)[1]
-    example: Any = field.examples[0] if field is not None and field.examples else None
-    if example is not None and isinstance(loc[-1], int):
-        example = example[0] if isinstance(example, list) else None
-    return "" if example is None else flow(example)
-
-
-def _within(data: Any, loc: _Loc) -> tuple[_Loc, Any]:
+def _within(data: Any, loc: Location) -> tuple[Location, Any]:
     """Return the steps that exist in `data`, and the value there; pydantic adds steps for the members of unions."""
     found = []
     for step in loc:
@@ -180,16 +176,22 @@ def _within(data: Any, loc: _Loc) -> tuple[_Loc, Any]:
     return tuple(found), data
 
 
-def _inside(loc: _Loc) -> str:
+def _inside(loc: Location) -> str:
     return f" in {path_text(loc)}" if loc else ""
 
 
-def _description(model: type[BaseModel], loc: _Loc, data: object) -> str:
+def _field_at(model: type[BaseModel], loc: Location, data: object) -> tuple[str, str]:
+    """Return what the schema says of a location, and its example: for an item the first of its list's."""
     field = _schema_at(model, loc, data)[1]
-    return f": {field.description}" if field is not None and field.description else ""
+    if field is None:
+        return "", ""
+    example: Any = field.examples[0] if field.examples else None
+    if isinstance(loc[-1], int):
+        example = example[0] if isinstance(example, list) else None
+    return (field.description and f": {field.description}") or "", "" if example is None else flow(example)
 
 
-def _schema_at(model: type[BaseModel], loc: _Loc, data: Any) -> tuple[list[type[BaseModel]], FieldInfo | None]:
+def _schema_at(model: type[BaseModel], loc: Location, data: Any) -> tuple[list[type[BaseModel]], FieldInfo | None]:
     """Return the models that may apply to `data` at a location, and the last field on the path."""
     models, field = [model], None
     for step in loc:

@@ -81,7 +81,7 @@ MISTAKES: dict[str, tuple[str, str, str, tuple[str, ...]]] = {
     "attnprune on the values": ('"*.q_proj", "*.k_proj"', '"*.q_proj", "*.v_proj"', "r.yaml:4",
                                 ("also targets model.layers.0.self_attn.v_proj", 'targets: ["*.q_proj", "*.k_proj"]')),
     "an unknown allocation": ("output: out", "output: out\nallocation: {method: owll, target: 0.5}", "r.yaml:9",
-                              ("no method 'owll'", "did you mean 'owl'? valid: attention-aware, divergence")),
+                              ("allocation.method is 'owll'", "did you mean 'owl'? expected 'owl', 'divergence'")),
     "an output that is a file": ("output: out", "output: text.txt", "r.yaml:8", ("is a file; choose a folder",)),
 }  # fmt: skip
 
@@ -433,7 +433,7 @@ def test_a_plan_with_allocation_shows_the_target_and_that_sparsities_are_chosen_
     ("allocation", "place", "told"),
     [
         ("{method: divergence, target: 0.5, unit: layer}", "9:47", "unknown key 'unit'"),
-        ("{method: error, target: 0.5}", "9:14", "no method 'error'; valid: attention-aware, divergence, owl"),
+        ("{method: error, target: 0.5}", "9:14", "allocation.method is 'error'; expected 'owl', 'divergence', 'atte"),
         ("{method: divergence, target: 0.96}", "9:34", "allocation.target is 0.96; expected less than 0.95"),
     ],
 )  # fmt: skip

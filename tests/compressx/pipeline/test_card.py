@@ -19,7 +19,7 @@ from compressx.pipeline.card import card
 from compressx.pipeline.run import loaded_recipe, run
 from compressx.planning.plan import Plan
 from compressx.plugins.manager import load_plugins
-from compressx.recipe.schema import recipe_from_dict
+from compressx.recipe.schema import load_recipe
 
 _RULES = ({"targets": ["*.q_proj"], "pruner": "wanda", "pattern": "2:4"},
           {"targets": ["*"], "pruner": "sparsegpt", "sparsity": 0.5})  # fmt: skip
@@ -51,7 +51,7 @@ def test_a_model_of_the_hub_is_named_as_the_base_model(model: Path, monkeypatch:
     Path("README.md").write_text("---\nlicense: apache-2.0\n---\n")
     monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda repo, name, revision: name)
     planned = Plan((), {}, (), needs_calibration=False)
-    shown = ModelCard(card(recipe_from_dict(asked), planned, report, Checkpoint("someone/some-model")))
+    shown = ModelCard(card(load_recipe(asked), planned, report, Checkpoint("someone/some-model")))
     assert (shown.data.base_model, shown.data.license) == ("someone/some-model", "apache-2.0")
     assert "[someone/some-model](https://huggingface.co/someone/some-model), pruned by" in shown.text
     assert "## Calibration" not in shown.text

@@ -14,7 +14,7 @@ import compressx
 from compressx.planning.make import make_plan
 from compressx.planning.plan import Plan
 from compressx.plugins.manager import load_plugins
-from compressx.recipe.schema import recipe_from_dict
+from compressx.recipe.schema import load_recipe
 from compressx.runtime.errors import CompressxError
 from compressx.testing import save_tiny_model, tiny_text, tiny_tokens
 
@@ -64,7 +64,7 @@ def ignored_by(kind: str) -> dict[str, Any]:
 
 
 def planned(kind: str, model: Any) -> Plan:
-    found = recipe_from_dict(
+    found = load_recipe(
         {
             **ignored_by(kind),
             "model": kind,

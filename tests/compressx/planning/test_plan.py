@@ -21,7 +21,7 @@ from compressx.planning.plan import Plan
 from compressx.planning.targets import targeted_by
 from compressx.plugins.kinds import PRUNER
 from compressx.plugins.manager import Plugins, load_plugins
-from compressx.recipe.schema import load_recipe, recipe_from_dict
+from compressx.recipe.schema import load_recipe
 from compressx.runtime.errors import CompressxError, Mistakes, PluginError, RecipeError, UnsupportedModelError
 from compressx.stages.state import RunState
 from compressx.testing import tiny_model
@@ -121,7 +121,7 @@ def test_a_name_that_linears_of_the_blocks_have_is_not_that_of_a_linear_outside_
     found = survey(tiny_model("llama"))
     tower = "model.vision_tower.layers.0.self_attn.q_proj"
     found = replace(found, outside={**found.outside, tower: Linear(tower, torch.nn.Linear(4, 4))})
-    loaded = recipe_from_dict({
+    loaded = load_recipe({
         "model": "m", "output": "o", "prune": [{"targets": ["*.q_proj"], "pruner": "magnitude", "sparsity": 0.5}]
     })  # fmt: skip
     place = ("prune", 0, "targets", 0)

@@ -42,21 +42,14 @@ def test_everything_has_a_default_and_numbers_may_have_an_exponent(project: Path
     assert given == Finetune(learning_rate=0.0001, steps=7)
 
 
-def test_a_resolved_recipe_loads_again_to_an_equal_one(project: Path) -> None:
-    loaded = load_recipe(written("{teacher: none, dataset: {text: other.txt}, samples: 3, norms: true}"))
-    Path("resolved.yaml").write_text(loaded.to_yaml())
-    assert load_recipe(Path("resolved.yaml")).recipe == loaded.recipe
-
-
 @pytest.mark.parametrize(
     ("finetune", "message"),
     [
         ("{teacher: dens}", r"recipe\.yaml:5:12: finetune\.teacher is 'dens'; did you mean 'dense'\? "
-                            r"valid: dense, none; or a model, such as \{path: FOLDER\}"),
+                            "expected 'dense' or 'none'"),
         ("{teacher: {pth: x}}", r"unknown key 'pth' in finetune\.teacher; did you mean 'path'\?"),
         ("{teacher: {path: x, id: y}}", r"finetune\.teacher: give exactly one of id, path, package; got id and path"),
         ("{teecher: none}", r"recipe\.yaml:5:12: unknown key 'teecher' in finetune; did you mean 'teacher'\?"),
-        ("{teacher: 3}", r"recipe\.yaml:5:12: finetune\.teacher is 3; valid: dense, none; or a model"),
         ("{steps: 0}", r"recipe\.yaml:5:12: finetune\.steps is 0; expected at least 1: optimizer steps"),
         ("{steps: 1.5}", r"recipe\.yaml:5:12: finetune\.steps is 1.5; expected a whole number"),
         ("{learning_rate: 0}", r"finetune\.learning_rate is 0; expected more than 0"),
@@ -65,8 +58,6 @@ def test_a_resolved_recipe_loads_again_to_an_equal_one(project: Path) -> None:
         ("{held_out: -1}", r"finetune\.held_out is -1; expected at least 0"),
         ("{samples: 8}", r"recipe\.yaml:5:12: finetune: samples only goes with dataset; calibration has its own"),
         ("{samples: 8, sequence_length: 4}", "samples and sequence_length only goes? with dataset"),
-        ("{dataset: a/b, datasets: [a/c]}", "dataset and datasets exclude each other"),
-        ("{dataset: {text: a, name: b}}", "give exactly one of name, text, json, generate"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_an_error_with_its_place(project: Path, finetune: str, message: str) -> None:
