@@ -132,7 +132,7 @@ class Unstructured:
     """Zeros anywhere within a group.
 
     Attributes:
-        sparsity: fraction of zeros, in [0, 1]; 1 where all of a difference from a base is dropped.
+        sparsity: fraction of zeros, in [0, 1]; 1 where all of a difference is dropped.
         group: what competes for the budget: each output `row`, the whole `layer`, or `joint`, all linears that one
             recipe rule names in one block.
     """

@@ -15,7 +15,8 @@ from compressx.api.patterns import FixedMask, Pattern, Structured, competing, co
 from compressx.api.pruner import AnyPruner, Block, Linear, PreparingPruner, PruneResult
 from compressx.blocks.observe import Observed
 from compressx.masks.file import MaskEntry
-from compressx.numerics.masked import count_in_groups, misplaced_groups, zeroed
+from compressx.models.access import new_weight
+from compressx.numerics.masked import count_in_groups, misplaced_groups
 from compressx.runtime.errors import ArtifactError, PluginError, blamed_on
 from compressx.runtime.finite import all_finite, first_damaged
 from compressx.runtime.transfer import to_device
@@ -234,8 +235,6 @@ def check_numbers(
 def refuse_lost_zeros(block: Block, masks: Mapping[str, MaskEntry]) -> None:
     """Refuse weights of a block that has run again, or was trained, and that are not zero where its masks drop them.
 
-    Where there is a base, they have to be the base's there.
-
     Raises:
         ArtifactError: the message names a linear.
     """
@@ -243,10 +242,9 @@ def refuse_lost_zeros(block: Block, masks: Mapping[str, MaskEntry]) -> None:
     lost = fetched({n: torch.count_nonzero((x != 0) > to_device(masks[n].keep, x.device)) for n, x in weights.items()})
     for name, count in lost.items():
         if count:
-            wanted = "zero" if block.linears[name].base is None else "the base's"
             raise ArtifactError(
-                f"{name}: {count} weights that its mask drops are not {wanted} after pruning; look for hooks that "
-                "write it"
+                f"{name}: {count} weights that its mask drops are there again after pruning; look for hooks that write "
+                "it"
             )
 
 
@@ -260,28 +258,10 @@ def _counted(pattern: Pattern, linear: Linear, result: PruneResult) -> dict[str,
     else:
         asked["zeros"] = result.keep.numel() - torch.count_nonzero(result.keep)  # a sixth of the time of a sum
     if result.weight is not None:
-        asked["finite"] = written(linear, result).sum(dtype=torch.float32).isfinite()
+        asked["finite"] = new_weight(linear, result.keep, result.weight).sum(dtype=torch.float32).isfinite()
     if result.bias is not None:
         asked["finite bias"] = result.bias.to(linear.held.dtype).isfinite().all()
     return asked
-
-
-def written(linear: Linear, result: PruneResult) -> Tensor:
-    """Return a linear's weight after pruning, in the model's dtype: plain zeros, never -0.0, where it is dropped.
-
-    Where there is a base, what is dropped is the base's to the bit, and what was kept as it was is the model's own:
-    the sum of base and difference would round it.
-    """
-    held, keep = linear.held, result.keep.to(linear.held.device)
-    new = None if result.weight is None else result.weight.to(held.device)
-    if linear.base is None:
-        return zeroed(held if new is None else new.to(held.dtype), keep)
-    if new is None:
-        return torch.where(keep, held, linear.base)
-    difference = linear.weight
-    new = new.to(difference.dtype)
-    moved = (linear.base.to(difference.dtype) + new).to(held.dtype)
-    return torch.where(keep, torch.where(new == difference, held, moved), linear.base)
 
 
 def _check_linear(who: str, pattern: Pattern, linear: Linear, result: PruneResult, found: _Found) -> None:
@@ -296,7 +276,8 @@ def _check_linear(who: str, pattern: Pattern, linear: Linear, result: PruneResul
     elif (expected := zeros_in(pattern, *result.keep.shape)) not in (None, zeros := found["zeros", name]):
         raise PluginError(f"{who}: pattern {pattern} means {expected} zeros of {result.keep.numel()}, got {zeros}")
     # A sum that is not finite may have overflowed.
-    if result.weight is not None and not found["finite", name] and not all_finite(written(linear, result)):
+    damaged = result.weight is not None and not found["finite", name]
+    if damaged and not all_finite(new_weight(linear, result.keep, result.weight)):
         raise PluginError(f"{who}: it returned weights that are NaN or infinite in the model's {dtype}")
     if not found.get(("finite bias", name), True):
         raise PluginError(f"{who}: it returned a bias that is NaN or infinite in the model's {dtype}")

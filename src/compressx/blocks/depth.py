@@ -17,7 +17,7 @@ from compressx.api.pruner import Block, Linear, PruneResult
 from compressx.blocks.fisher import groups
 from compressx.blocks.observe import inputs_watched
 from compressx.blocks.select import restored
-from compressx.models.access import Access
+from compressx.models.access import Access, in_place_of
 from compressx.models.architecture import find_blocks, survey, text_config
 from compressx.models.arithmetic import products_in
 from compressx.models.blockwise import (
@@ -50,7 +50,6 @@ def choose_blocks(
 
     Args:
         access: a transformers causal language model in evaluation mode, with its dense weights; unchanged afterwards.
-            With a base, a block that is dropped becomes the base's.
         depth: which blocks may go, and whose pruner chooses them.
         batches: token ids, each [batch, tokens]; this process's share.
         ranks: the processes; all get the same.
@@ -106,7 +105,8 @@ class Trials:
     ) -> None:  # fmt: skip
         self._access, self._found, self._blocks, self._ranks = access, survey(access.model), blocks, ranks
         self._batches, self._progress = batches, progress
-        self._unchecked = {*blocks} if access.base is None else set()
+        self._left_out = {fqn for fqn in blocks if in_place_of(access, fqn) is None}
+        self._unchecked = {*self._left_out}
         self._known = {frozenset[str](): 0.0}
 
     def __call__(self, trials: Sequence[Collection[str]]) -> list[float]:
@@ -126,7 +126,7 @@ class Trials:
             able = []
             for trial in some:
                 with suppress(UnsupportedModelError):
-                    refuse_needed(self._access.model, trial if self._access.base is None else ())
+                    refuse_needed(self._access.model, trial & self._left_out)
                     able.append(trial)
             self._known |= zip(able, self._measured(able) if able else [], strict=True)
             self._progress(max(map(len, some)))
@@ -197,17 +197,17 @@ class _Reached:
     shared: Sequence[dict[int, Any]]  # copies of the blocks' `shared_states`, by id
 
     def after(self, access: Access, block: Block, runs: Sequence[Run], *, without: bool) -> _Reached:
-        """Return what they have in common after a block, or where it is dropped: the same, or what its base's makes."""
+        """Return what they have in common after a block, or where it is dropped, after what takes its place."""
+        other = in_place_of(access, block.fqn)
         states, shared = [], [{key: copy.copy(value) for key, value in of.items()} for of in self.shared]
         for run, state, copies in zip(runs, self.states, shared, strict=True):
             own = replace(run, call=copy_shared_states(run.call, copies))
             if not without:
                 states.append(own(state))
-            elif access.base is None:
+            elif other is None:
                 states.append(state)
             else:
-                of_base = replace(own, module=access.base.model.get_submodule(block.fqn))
-                states.append(finite(of_base(state), f"{block.fqn} of the base"))
+                states.append(finite(replace(own, module=other)(state), f"what takes the place of {block.fqn}"))
         return _Reached(states, shared)
 
 

@@ -24,7 +24,7 @@ from compressx.blocks.depth import decide_whole
 from compressx.blocks.fisher import FisherDiagonal
 from compressx.blocks.select import Built, ByRule, Decision, decide_all, gather, write
 from compressx.masks.file import MaskEntry, WeightHashes
-from compressx.models.access import Access, with_base
+from compressx.models.access import Access, differences, in_place_of
 from compressx.models.architecture import Architecture, survey, text_config
 from compressx.models.blockwise import (
     HiddenStates,
@@ -101,8 +101,7 @@ def prune_model(
     before = sum(ranks.all_gather(sum(len(ids) for ids in batches))[: ranks.rank])
     copies: dict[int, Any] = {}
     dense = {fqn: [copy_shared_states(call, copies) for call in made] for fqn, made in calls.items()}
-    base = None if access.base is None else access.base.model
-    pruning = _Pruning(access.model, plan, plan.build(), ranks, before, fisher or FisherDiagonal(), last, dense, base)
+    pruning = _Pruning(access, plan, plan.build(), ranks, before, fisher or FisherDiagonal(), last, dense)
     started = time.perf_counter()
     for block, runs in each_block(access, found, calls, list(found.blocks)[start : last + 1]):
         with memory_named(f"running and pruning {block.fqn}"):
@@ -112,7 +111,7 @@ def prune_model(
         del pruned  # free its memory before the next block
         started = time.perf_counter()
     if plan.in_block(OUTSIDE) and start < len(order):
-        with access.materialise(OUTSIDE), with_base(access, OUTSIDE, found.outside) as linears:
+        with access.materialise(OUTSIDE), differences(access, OUTSIDE, found.outside) as linears:
             yield pruning.outside(found, linears, batches, streams.pruned)
 
 
@@ -149,7 +148,7 @@ class _Pruning:
     """The inputs that are common to all blocks.
 
     Attributes:
-        model: the model.
+        access: the model.
         plan: the patterns and pruners of its linears.
         pruners: the pruner of each rule.
         ranks: the processes.
@@ -157,10 +156,9 @@ class _Pruning:
         fisher: mean squared gradients of the dense model's loss.
         last: index of the last block to prune; hidden states are not needed after it.
         dense: each block's calls on the dense stream, with what dense blocks hand one another.
-        base: the base model, where differences are pruned; its weights are there while a block of it is pruned.
     """
 
-    model: Any
+    access: Access
     plan: Plan
     pruners: Built
     ranks: Ranks
@@ -168,7 +166,6 @@ class _Pruning:
     fisher: FisherDiagonal
     last: int
     dense: Mapping[str, Sequence[BlockCall]]
-    base: Any = None
 
     @torch.no_grad()
     def inside(self, block: Block, runs: Sequence[Run], streams: HiddenStates, started: float) -> PrunedBlock:
@@ -190,9 +187,9 @@ class _Pruning:
             channels = self.fisher.channels.get(block.fqn)
             with memory_named(f"training {block.fqn}"):
                 reconstruction = reconstruct(
-                    self.model, block.fqn, masks, passages, self.plan.reconstruct_block, self.ranks, channels
+                    self.access.model, block.fqn, masks, passages, self.plan.reconstruct_block, self.ranks, channels
                 )
-        if block.index < self.last and not (dropped and self.base is None):  # what is dropped changes nothing
+        if block.index < self.last and not (dropped and in_place_of(self.access, block.fqn) is None):  # the same states
             advance(block.fqn, runs, streams.pruned)
         refuse_lost_zeros(block, masks)
         synchronize(next(block.module.parameters()).device)
@@ -207,9 +204,9 @@ class _Pruning:
     ) -> PrunedBlock:
         """Prune the linears outside the blocks, running the model with the last block's recorded output."""
         started = time.perf_counter()
-        block = Block(len(found.blocks), OUTSIDE, self.model, linears, (), text_config(self.model))
+        block = Block(len(found.blocks), OUTSIDE, self.access.model, linears, (), text_config(self.access.model))
         observing = [
-            lambda ids=ids, state=state: run_around(self.model, found.blocks, ids, to_device(state, ids.device))
+            lambda ids=ids, state=state: run_around(self.access.model, found.blocks, ids, to_device(state, ids.device))
             for ids, state in zip(batches, states, strict=True)
         ]
         layers, masks, images = self.prune(block, observing)
@@ -232,9 +229,7 @@ class _Pruning:
             for name, decision in chain(decisions, self.whole(block, by_rule)):
                 rule, result, seconds = decision.rule, decision.result, decision.seconds
                 linear, pattern = block.linears[name], by_rule[rule][name]
-                hashes.add(name, linear.held)
-                if linear.base is not None:
-                    hashes.add(f"{name} of the base", linear.base)
+                hashes.add(linear)
                 keeps[name] = to_host(result.keep)
                 write(linear, result)
                 shape = (linear.out_features, linear.in_features)
@@ -256,15 +251,12 @@ class _Pruning:
                 )
                 images[name] = of[1].images
             masks = {
-                name: MaskEntry(
-                    keeps[name], str(patterns[name]), rule.label, hashes[name],
-                    None if self.base is None else hashes[f"{name} of the base"],
-                )
+                name: MaskEntry(keeps[name], str(patterns[name]), rule.label, *hashes[name])
                 for rule, patterns in by_rule.items()
                 for name in patterns
-            }  # fmt: skip
-        if self.base is not None and block.fqn in self.plan.dropped:  # its norms, too
-            block.module.load_state_dict(self.base.get_submodule(block.fqn).state_dict())
+            }
+        if block.fqn in self.plan.dropped and (other := in_place_of(self.access, block.fqn)) is not None:
+            block.module.load_state_dict(other.state_dict())  # its norms, too
         hold_routers(block, asked, keeps)
         return tuple(layers[n] for n in masks), masks, {n: images[n] for n in masks}
 

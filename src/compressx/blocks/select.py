@@ -17,9 +17,10 @@ from torch import Tensor
 
 from compressx.api.patterns import Asked, FixedMask, Pattern, is_together
 from compressx.api.pruner import AnyPruner, Block, Linear, PruneResult, Statistic, statistic_of
-from compressx.blocks.contract import Checksums, ask, written
+from compressx.blocks.contract import Checksums, ask
 from compressx.blocks.exchange import combine, exchange
 from compressx.blocks.observe import Observed, is_routed, observe, place_after, refuse_missed
+from compressx.models.access import new_weight
 from compressx.planning.plan import PlannedRule
 from compressx.runtime.errors import UnsupportedModelError, memory_named
 from compressx.runtime.finite import refuse_damage
@@ -237,7 +238,7 @@ def _joined(selected: Mapping[str, PruneResult], rebuilt: Mapping[str, PruneResu
 
 def write(linear: Linear, result: PruneResult) -> None:
     """Write what a result makes of a linear's weight, and the bias."""
-    linear.held.copy_(written(linear, result))
+    linear.held.copy_(new_weight(linear, result.keep, result.weight))
     if result.bias is not None and linear.bias is not None:
         linear.bias.copy_(result.bias)
 

@@ -12,6 +12,7 @@ from compressx.api.patterns import allocated_form
 from compressx.api.pruner import Block
 from compressx.api.record import BlockReport, LayerReport, RunReport, total_sparsity
 from compressx.blocks.depth import choose_blocks, refuse_needed, solved_beside
+from compressx.blocks.difference import in_config
 from compressx.blocks.fisher import FisherDiagonal, fisher_diagonal
 from compressx.blocks.prune import hold_routers, prune_model
 from compressx.models.architecture import survey, text_config
@@ -47,12 +48,12 @@ class ChooseBlocks(Stage):
             store.score(ranks.broadcast(scores), ranks.broadcast(chosen))
         state.plan = state.plan.scored(store.scores, store.chosen)
         with state.loaded.at("prune", depth.rule.index):
-            if state.base is None:
+            if not state.recipe.of_difference:
                 refuse_needed(state.access.model, state.plan.dropped)
-        if state.plan.dropped and state.base is None and getattr(depth.rule.build_depth(), "solves", False):
+        if state.plan.dropped and not state.recipe.of_difference and getattr(depth.rule.build_depth(), "solves", False):
             self._solve(state)
         names = ", ".join(f"{fqn} ({x:.3g} nats)" for fqn, x in store.chosen.items())
-        state.note(f"{'dropped' if state.base is None else 'reverted'} blocks: {names}")
+        state.note(f"{'reverted' if state.recipe.of_difference else 'dropped'} blocks: {names}")
 
     def _solve(self, state: RunState) -> None:
         """Solve linears beside blocks that go; an interrupted run does so again, from the dense model."""
@@ -146,7 +147,7 @@ def _describe(state: RunState) -> None:
     state.access.model.config.compressx = {
         "version": __version__,
         "sparsity": total_sparsity(layers),
-        **({"base": state.results["base"]} if state.base else {}),
+        **in_config(state),
         "patterns": list(dict.fromkeys(forms)),
         "pruners": list(dict.fromkeys(layer.pruner for layer in layers)),
     }

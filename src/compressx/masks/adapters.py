@@ -144,20 +144,20 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 def _adapted(model: Any, masks: Mapping[str, MaskEntry]) -> list[tuple[str, tuple[Any, list[Linear]]]]:
     """Return each layer of PEFT with the masked linears under it; check the weights and masks."""
-    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else None
-    layers = [] if base is None else [*_layers(base)]
+    wrapped: Any = model.get_base_model() if hasattr(model, "get_base_model") else None
+    layers = [] if wrapped is None else [*_layers(wrapped)]
     if not layers:
         raise ArtifactError(
             f"{type(model).__name__}: expected the peft.PeftModel with adapters on linears that get_peft_model or "
             "PeftModel.from_pretrained returned. If PEFT merged the adapters already, zero what fell outside the masks "
             "by masks.apply(model)"
         )
-    refuse_prepared(base, "given adapters")
-    linears = {x.name: x for n, m in base.named_modules() for x in linears_of(n.replace(".base_layer", ""), m)}
+    refuse_prepared(wrapped, "given adapters")
+    linears = {x.name: x for n, m in wrapped.named_modules() for x in linears_of(n.replace(".base_layer", ""), m)}
     for name, entry in masks.items():
         if name not in linears:
             raise ArtifactError(
-                f"there is a mask for {name!r}, which {type(base).__name__} does not have as a plain linear; "
+                f"there is a mask for {name!r}, which {type(wrapped).__name__} does not have as a plain linear; "
                 f"{did_you_mean(name, linears)}"
             )
         _check(linears[name], entry.keep)

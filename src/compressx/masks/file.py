@@ -22,6 +22,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, WrapValidator
 from torch import Tensor
 
+from compressx.api.pruner import Linear
 from compressx.runtime.errors import ArtifactError, one_line
 from compressx.runtime.files import one_by_one, os_errors_named, regular, validated, written_whole
 from compressx.runtime.transfer import begin_to_host
@@ -220,8 +221,13 @@ class WeightHashes:
     def __exit__(self, *_: object) -> None:
         self._threads.shutdown()
 
-    def add(self, name: str, weight: Tensor) -> None:
-        """Hash a weight as it is now."""
+    def add(self, linear: Linear) -> None:
+        """Hash a linear's weight, and its base's, as they are now."""
+        self._add(linear.name, linear.held)
+        if linear.base is not None:
+            self._add(f"{linear.name} of the base", linear.base)
+
+    def _add(self, name: str, weight: Tensor) -> None:
         if not weight.is_cuda:
             found = weight_sha256(weight)
             self._hashes[name] = lambda: found
@@ -236,8 +242,9 @@ class WeightHashes:
             [*self._hashes.values()][-_AT_ONCE]()
         self._hashes[name] = self._threads.submit(hashed).result
 
-    def __getitem__(self, name: str) -> str:
-        return self._hashes[name]()
+    def __getitem__(self, name: str) -> tuple[str, str | None]:
+        base = self._hashes.get(f"{name} of the base")
+        return self._hashes[name](), None if base is None else base()
 
 
 def _length(mask: _StoredMask) -> int:

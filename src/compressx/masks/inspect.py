@@ -15,7 +15,7 @@ from compressx.api.projections import find_projections, head_size
 from compressx.api.pruner import Block, Linear
 from compressx.masks.file import MaskEntry, read_masks
 from compressx.masks.maskset import shrunk_note
-from compressx.models.access import Access, with_base
+from compressx.models.access import Access, differences
 from compressx.models.architecture import survey, text_config
 from compressx.models.checkpoint import find_checkpoint
 from compressx.models.packed_folder import Sizes, is_packed, sizes_of
@@ -216,7 +216,7 @@ def _inspected(
     for fqn in (*surveyed.blocks, OUTSIDE):
         progress(fqn)
         inside = {n: x for n, x in surveyed.outside.items() if n in entries} if fqn == OUTSIDE else surveyed.inside(fqn)
-        with access.materialise(fqn) as module, with_base(access, fqn, inside) as linears:
+        with access.materialise(fqn) as module, differences(access, fqn, inside) as linears:
             heads: dict[str, tuple[float, ...]] = {}
             if fqn != OUTSIDE and (spectrum or access.base is not None):
                 refuse_damage(module, f"{names[0]}: {fqn}")

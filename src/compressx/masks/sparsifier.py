@@ -120,7 +120,7 @@ class HeldMasks(BaseSparsifier):
         super().prepare(model, config)  # type: ignore[no-untyped-call]
 
     def squash_mask(self, *args: Any, **kwargs: Any) -> None:
-        """Make the masks permanent, as the base class does, without affecting copies of the model."""
+        """Make the masks permanent, as the parent class does, without affecting copies of the model."""
         for group in self.groups:
             part_from_copies(group["module"])
         super().squash_mask(*args, **kwargs)

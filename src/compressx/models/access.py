@@ -1,4 +1,4 @@
-"""Access to a model's weights: all in memory, or one block at a time from disk."""
+"""Access to a model's weights, all in memory or one block at a time from disk, and to those of its base."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from compressx.api.pruner import Linear
 from compressx.models import shards
 from compressx.models.architecture import find_blocks, survey
 from compressx.models.shards import OUTSIDE, save_model
+from compressx.numerics.masked import zeroed
 from compressx.runtime.errors import ArtifactError, CompressxError
 from compressx.runtime.transfer import begin_to_host
 
@@ -213,8 +214,8 @@ def block_file(folder: Path, fqn: str) -> Path:
 
 
 @contextmanager
-def with_base(access: Access, fqn: str, linears: Mapping[str, Linear]) -> Iterator[dict[str, Linear]]:
-    """Yield linears of a block, or outside the blocks, with their weights in the base, if there is one.
+def differences(access: Access, fqn: str, linears: Mapping[str, Linear]) -> Iterator[dict[str, Linear]]:
+    """Yield linears of a block, or outside the blocks; their `weight` is the difference from the base, if there is one.
 
     Raises:
         ArtifactError: as for `materialise`, or the base has no such linear: its head may be tied to its embedding.
@@ -230,6 +231,40 @@ def with_base(access: Access, fqn: str, linears: Mapping[str, Linear]) -> Iterat
                 shape = [*based[name].shape] if name in based else "no linear of its own"
                 raise ArtifactError(f"base: {name} is {shape}, and {[*linear.held.shape]} in the model")
         yield {name: replace(linear, base=based[name]) for name, linear in linears.items()}
+
+
+def read_ahead(access: Access, fqn: str) -> None:
+    """Begin to read the block that is materialised next, of the base too."""
+    access.read_ahead(fqn)
+    if access.base is not None:
+        access.base.read_ahead(fqn)
+
+
+def in_place_of(access: Access, fqn: str) -> nn.Module | None:
+    """Return what a block that is dropped becomes: the base's, or None where it is left out."""
+    return None if access.base is None else access.base.model.get_submodule(fqn)
+
+
+def new_weight(linear: Linear, keep: Tensor, weight: Tensor | None) -> Tensor:
+    """Return what a linear's module holds after pruning, in its dtype.
+
+    What is dropped is 0.0, never -0.0, or the base's to the bit. What was kept as it was stays the model's own: the sum
+    of base and difference would round it.
+
+    Args:
+        linear: the dense linear.
+        keep: its mask, bool [out_features, in_features].
+        weight: the new `linear.weight`; None if what is kept stays.
+    """
+    held, base = linear.held, linear.base
+    keep, new = keep.to(held.device), None if weight is None else weight.to(held.device)
+    if base is None:
+        return zeroed(held if new is None else new.to(held.dtype), keep)
+    if new is not None:
+        difference = linear.weight
+        new = new.to(difference.dtype)
+        held = torch.where(new == difference, held, (base.to(difference.dtype) + new).to(held.dtype))
+    return torch.where(keep, held, base)
 
 
 def weights_fingerprint(access: Access) -> str:

@@ -27,7 +27,7 @@ from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
 from compressx.api.pruner import Block, BlockCall, Linear
-from compressx.models.access import Access, with_base
+from compressx.models.access import Access, differences, read_ahead
 from compressx.models.architecture import Architecture, text_config
 from compressx.models.arithmetic import products_in
 from compressx.models.shards import OUTSIDE
@@ -526,7 +526,7 @@ def each_block(
 ) -> Iterator[tuple[Block, list[Run]]]:
     """Yield the decoder blocks `names` (None: all), and for each batch a function that runs them.
 
-    Each one's weights, and its base's, are loaded until the next iteration. `calls` are the arguments of each block,
+    Its weights are loaded until the next iteration. `calls` are the arguments of each block,
     from `capture`.
 
     Raises:
@@ -536,10 +536,9 @@ def each_block(
     config = text_config(access.model)
     wanted = order if names is None else list(names)
     for fqn, following in zip(wanted, [*wanted[1:], None], strict=False):
-        with access.materialise(fqn) as module, with_base(access, fqn, found.inside(fqn)) as linears:
-            for model in (access, access.base):
-                if model is not None and following is not None:
-                    model.read_ahead(following)
+        with access.materialise(fqn) as module, differences(access, fqn, found.inside(fqn)) as linears:
+            if following is not None:
+                read_ahead(access, following)
             block = Block(order.index(fqn), fqn, module, linears, tuple(calls[fqn]), config)
             yield block, [Run(module, access, call) for call in calls[fqn]]
 

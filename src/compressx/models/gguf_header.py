@@ -124,7 +124,7 @@ def _parsed(path: str, _modified: int, _size: int) -> Any:
     class Reader(GGUFReader):  # type: ignore[misc] # untyped
         """Slices a plain array of the file's bytes: slices of a `memmap` take four times as long.
 
-        Its base class believes every count and length, and goes on behind the end of the file.
+        Its parent class believes every count and length, and goes on behind the end of the file.
         """
 
         reads = 0

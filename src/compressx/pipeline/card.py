@@ -48,9 +48,9 @@ def card(loaded: LoadedRecipe, plan: Plan, report: RunReport, checkpoint: Checkp
 
 
 def _sections(loaded: LoadedRecipe, plan: Plan, report: RunReport, tokenizer: Any) -> Iterator[Section]:
-    base = loaded.recipe.model.id
-    name = base or Path(model_name(report.model)).name
-    linked = f"[{base}](https://huggingface.co/{base})" if base else name
+    hub_id = loaded.recipe.model.id
+    name = hub_id or Path(model_name(report.model)).name
+    linked = f"[{hub_id}](https://huggingface.co/{hub_id})" if hub_id else name
     if report.layers:
         before, after = report.shrink.get("parameters", (1, 1 - report.sparsity * report.targeted))
         yield Section(
@@ -74,12 +74,12 @@ def _sections(loaded: LoadedRecipe, plan: Plan, report: RunReport, tokenizer: An
         told_of = f"{text.samples} windows of {text.sequence_length} tokens, drawn with seed {text.seed} from"
         yield Section("Calibration", f"{told_of} `{flow(*sources.values())}`.")
     use, told = _USE, f"Written with transformers {report.versions['transformers']}. "
-    told += "Where version 4 wrote the base model's config, it reads this one, too; otherwise take version 5."
+    told += "Where version 4 wrote the dense model's config, it reads this one, too; otherwise take version 5."
     if (differs := getattr(tokenizer, "differs", None)) is not None:
         told += f" `AutoTokenizer` and tokenizer.json make different tokens: {differs}. Those of the file are right."
         use = _USE.replace("AutoTokenizer", "PreTrainedTokenizerFast")
     yield Section("Use", told, text=use, language="py")
-    if report.layers and not report.shrink and not report.base:
+    if report.layers and not report.shrink and report.became == "zero":
         yield Section(
             "Train it further",
             "Training makes zeros nonzero again, unless the masks are held. `compressx apply masks.safetensors TRAINED "
@@ -93,14 +93,14 @@ def _sections(loaded: LoadedRecipe, plan: Plan, report: RunReport, tokenizer: An
 
 
 def _left(report: RunReport) -> str:
-    return "smaller" if report.shrink else "as base" if report.base else "sparse"
+    return "smaller" if report.shrink else report.share.replace("sparsity", "sparse")
 
 
 def _became(report: RunReport) -> str:
     """Return what became of the weights that were pruned."""
     pruned = f"{report.sparsity:.2%} of the weights of {report.linears}"
     if not report.shrink:
-        dense = "The weights are stored dense: files are as large as those of the base model."
+        dense = "The weights are stored dense: files are as large as those of the dense model."
         return f"{pruned} are {report.became}. {dense}"
     before, after = report.shrink["parameters"]
     numbers = ", ".join(f"{name} {now} instead of {was}" for name, (was, now) in report.shrink["config"].items())

@@ -13,6 +13,7 @@ from pydantic import conint, conlist
 from torch import Tensor
 
 from compressx.api.record import Arithmetic
+from compressx.blocks.difference import inputs_of
 from compressx.data.documents import UnreachableError, check_dataset, require_template
 from compressx.data.windows import Generated, fingerprint, read_calibration
 from compressx.evaluation.evaluators import read_evaluators
@@ -192,8 +193,7 @@ def _inputs(state: RunState) -> dict[str, Any]:
     return {
         "model": weights_fingerprint(access),
         "model config": config_fingerprint(access.model),
-        "base": state.base and weights_fingerprint(state.base),
-        "base_keeps": recipe.get("base_keeps"),
+        **inputs_of(state),
         "prune": recipe["prune"],
         "ignore": recipe.get("ignore"),
         "compute_dtype": state.arithmetic and state.arithmetic.dtype,
@@ -230,7 +230,7 @@ def _window_mistakes(loaded: LoadedRecipe) -> Iterator[RecipeError]:
 def _refuse_streamed(loaded: LoadedRecipe) -> None:
     """Refuse to fine-tune, or generate text with, a model whose weights are streamed from disk."""
     needs: list[tuple[tuple[Step, ...], str]] = [(("finetune",), "fine-tuning")] if loaded.recipe.finetune else []
-    needs += [(("base_keeps",), "taking weights from the base")] if loaded.recipe.base_keeps else []
+    needs += [(("base_keeps",), "taking weights from another model")] if loaded.recipe.base_keeps else []
     needs += [((*at, "generate"), "generating text") for at, x in loaded.recipe.datasets().items() if x.generate]
     for place, what in needs:
         given = loaded.recipe.model.streaming

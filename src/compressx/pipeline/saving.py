@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from compressx.api.exporter import FinishedModel
+from compressx.blocks.difference import weights_folder
 from compressx.data.documents import local_files
 from compressx.evaluation.evaluators import evaluate
 from compressx.masks.maskset import MaskSet
 from compressx.models.access import InMemory
 from compressx.models.architecture import survey
-from compressx.models.checkpoint import Checkpoint, find_checkpoint, keep_settings, local_folder
+from compressx.models.checkpoint import Checkpoint, keep_settings
 from compressx.models.export import check_output, not_written, refuse_overwriting
 from compressx.models.loading import load_model, load_tokenizer
 from compressx.models.shards import save_model
@@ -94,10 +95,8 @@ def export_all(state: RunState, output: Path) -> Iterator[dict[str, Any]]:
         PluginError: an exporter that fails.
     """
     masks = MaskSet.load(output / "masks.safetensors")
-    base = None if state.recipe.base is None else find_checkpoint(state.recipe.base)
-    folder = None if base is None or base.single_file is not None else local_folder(base)
     source = state.planned_model.source
-    model = FinishedModel(output / "model", state.access, state.tokenizer, masks, folder, source)
+    model = FinishedModel(output / "model", state.access, state.tokenizer, masks, weights_folder(state), source)
     shutil.rmtree(output / "exports", ignore_errors=True)  # left by an interrupted run
     kept = False
     for i, export in enumerate(state.recipe.export):
@@ -153,8 +152,7 @@ def check_saving(state: RunState, checkpoint: Checkpoint) -> None:
 
 def _refuse_overwriting(recipe: Recipe, checkpoint: Checkpoint) -> None:
     """Refuse an output folder that holds the input model, packed or not, or text."""
-    base = None if recipe.model.base is None else Path(recipe.model.base)  # of a hub id there is no such folder
-    for path in (Path(checkpoint.location), recipe.model.path, base):
+    for path in (Path(checkpoint.location), *recipe.model.folders):
         refuse_overwriting(recipe.output, "input model", path)
     for i, export in enumerate(recipe.export):
         for name, value in export.options.items():

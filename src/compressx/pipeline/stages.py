@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from compressx.allocation.stage import Allocate, within_budget
 from compressx.api.record import RunReport
-from compressx.blocks.base import OpenBase, TakeFromBase
+from compressx.blocks.difference import OpenBase, TakeFromBase
 from compressx.blocks.stage import ChooseBlocks, Prune, Sensitivities
 from compressx.evaluation.stage import EvaluateDense, EvaluatePruned
 from compressx.models.architecture import find_blocks, refuse_prepared

@@ -276,7 +276,7 @@ def _check_fits(loaded: LoadedRecipe, linear: PlannedLinear, linears: Sequence[P
             f"{place}: sparsity {pattern.sparsity:g} drops none of the {competing} weights in {what} of "
             f"{linear.name}; at least {1 / competing:.6g} drops one, and 0 leaves it dense"
         )
-    if loaded.recipe.base is None and count_dropped(pattern.sparsity, competing) == competing:
+    if not loaded.recipe.of_difference and count_dropped(pattern.sparsity, competing) == competing:
         raise RecipeError(
             f"{place}: sparsity {pattern.sparsity:g} keeps none of the {competing} weights in {what} of "
             f"{linear.name}; at most {(competing - 1) / competing:.6g} keeps one"

@@ -1,6 +1,6 @@
 """DARE (arXiv 2311.03099): drop weights at random, and rescale the others, so that the expected weight stays the same.
 
-It is for the difference of a fine-tuned model from its base; of whole weights no model survives it.
+It is for what fine-tuning changed in a model; of whole weights no model survives it.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def compressx_pruners() -> list[PrunerSpec]:
     return [
         PrunerSpec(
             name="dare",
-            summary="drops differences from a base at random and rescales the others (arXiv 2311.03099)",
+            summary="drops what fine-tuning changed at random and rescales the others (arXiv 2311.03099)",
             options=DareOptions,
             build=Dare,
             groups=("layer", "row"),

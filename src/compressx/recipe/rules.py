@@ -116,7 +116,7 @@ class Rule(Strict):
     )
     pruner: str = Field(description="name of the pruner that selects weights")
     sparsity: StrictFloat | None = Field(
-        None, ge=0, le=1, description="fraction of zeros in [0, 1); 0.5 is 50%; with base also 1"
+        None, ge=0, le=1, description="fraction of zeros in [0, 1); 0.5 is 50%; of differences also 1"
     )
     group: Group | None = Field(None, description="which weights share the budget; the pruner's own when absent")
     pattern: PatternField | None = Field(

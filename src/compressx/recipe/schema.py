@@ -131,6 +131,11 @@ class Recipe(Strict):
     output: Path = Field(description="folder to write: new, empty, or an earlier run's output")
 
     @property
+    def of_difference(self) -> bool:
+        """Whether what fine-tuning changed is pruned, so that dropped weights become the base's, in place of zeros."""
+        return self.base is not None
+
+    @property
     def own_widths(self) -> bool:
         """Whether an allocation gives each block its own number of units."""
         return self.allocation is not None and any(isinstance(rule.pattern, str) for rule in self.prune)

@@ -65,6 +65,11 @@ class ModelSource(Strict):
         "than half of the free memory",
     )
 
+    @property
+    def folders(self) -> list[Path]:
+        """The local folders, or files, that it is read from; a hub id names none that is there."""
+        return [Path(x) for x in (self.path, self.base) if x is not None]
+
     @model_validator(mode="after")
     def _one_source(self) -> ModelSource:
         values = dict(self)

@@ -19,8 +19,7 @@ def model_name(model: Mapping[str, Any]) -> str:
 
 def head(report: RunReport) -> Iterator[Section]:
     """Yield what matters most: name, value, note."""
-    of = f"of {report.linears}" + (f"; base {report.base}" if report.base else "")
-    rows = [(report.share, f"{report.sparsity:.2%}", of)] if report.layers else []
+    rows = [(report.share, f"{report.sparsity:.2%}", f"of {report.linears}")] if report.layers else []
     if report.shrink:
         before, after = report.shrink["parameters"]
         numbers = ", ".join(f"{name} {was} -> {now}" for name, (was, now) in report.shrink["config"].items())

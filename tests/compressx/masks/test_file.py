@@ -15,6 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tests.accelerator import pretended_accelerator
 
+from compressx.api.pruner import Linear
 from compressx.masks.file import MaskEntry, WeightHashes, join_masks, read_masks, weight_sha256, write_masks
 from compressx.runtime.errors import ArtifactError
 
@@ -228,7 +229,8 @@ def test_weights_are_hashed_as_they_were_when_they_were_added(name: str) -> None
     expected = [weight_sha256(weight) for weight in weights]
     with pretended_accelerator(), WeightHashes() as hashes:
         for i, weight in enumerate(weights):
-            there = weight.to(name, copy=True)
-            hashes.add(str(i), there)
-            there.zero_()
-        assert [hashes[str(i)] for i in range(5)] == expected
+            linear = torch.nn.Linear(16, 8)
+            linear.weight = torch.nn.Parameter(weight.to(name, copy=True))
+            hashes.add(Linear(str(i), linear))
+            linear.weight.data.zero_()
+        assert [hashes[str(i)] for i in range(5)] == [(x, None) for x in expected]

@@ -419,7 +419,7 @@ def test_the_config_of_a_model_from_transformers_4_says_the_same_to_it_afterward
     assert {key: again.get(key) for key in before} == before | {
         key: again[key] for key in ("dtype", "architectures", "transformers_version", "_name_or_path") if key in again
     }
-    assert "Where version 4 wrote the base model's config, it reads this one" in (whole / "README.md").read_text()
+    assert "Where version 4 wrote the dense model's config, it reads this one" in (whole / "README.md").read_text()
     if kind == "llama":
         exported("safetensors", dtype="bfloat16")(source)
         assert json.loads(Path("out/config.json").read_text())["torch_dtype"] == "bfloat16"

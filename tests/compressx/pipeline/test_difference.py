@@ -222,7 +222,7 @@ def test_what_holds_zeros_is_refused_with_a_base_in_one_line(
 def test_base_keeps_needs_the_weights_in_memory(tuned: tuple[Path, Path]) -> None:
     asked = recipe(tuned[1], base={"path": str(tuned[0])}, base_keeps=["*norm*"])
     told = refusal(asked | {"model": {"path": str(tuned[1]), "streaming": True}})
-    assert "taking weights from the base needs all weights in memory" in told
+    assert "taking weights from another model needs all weights in memory" in told
 
 
 def test_a_base_that_is_none_of_the_models_is_refused_in_one_line(tuned: tuple[Path, Path], tmp_path: Path) -> None:
@@ -233,18 +233,12 @@ def test_a_base_that_is_none_of_the_models_is_refused_in_one_line(tuned: tuple[P
         copies[name] = tmp_path / name
         shutil.copytree(base, copies[name])
         (copies[name] / "config.json").write_text(json.dumps(config | change))
-    tokens = json.loads((base / "tokenizer.json").read_text())
-    tokens["model"]["vocab"] = {"another" if x == "<s>" else x: i for x, i in tokens["model"]["vocab"].items()}
-    tokens["added_tokens"] = [x for x in tokens["added_tokens"] if x["content"] != "<s>"]
-    shutil.copytree(base, copies.setdefault("tokens", tmp_path / "tokens"))
-    (copies["tokens"] / "tokenizer.json").write_text(json.dumps(tokens))
     named = {
         str(model): "is the model itself; name the model that it was fine-tuned from",
         str(save_tiny(tmp_path / "other", "qwen2")): "is a Qwen2ForCausalLM, and the model a LlamaForCausalLM",
         str(save_tiny(tmp_path / "half", "llama", torch.bfloat16)): "is bfloat16, and the model float32; load both",
         str(copies["wider"]): "mlp.gate_proj.weight is [256, 64], and [96, 64] in the model",
         str(copies["words"]): "embed_tokens.weight is [256, 64], and [128, 64] in the model",
-        str(copies["tokens"]): "its tokenizer has other tokens",
         str(tmp_path / "nowhere"): "nowhere",
     }
     for path, expected in named.items():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,13 +16,14 @@ import torch
 from compressx.api.patterns import Structured
 from compressx.models.access import weights_fingerprint
 from compressx.models.architecture import find_blocks, survey
-from compressx.models.checkpoint import Checkpoint, find_checkpoint
+from compressx.models.checkpoint import Checkpoint, find_checkpoint, local_folder
 from compressx.models.export import refuse_overwriting
-from compressx.models.loading import dtype_of, load_skeleton, load_tokenizer
+from compressx.models.loading import dtype_of, load_skeleton
 from compressx.models.shards import OUTSIDE
 from compressx.models.streaming import open_base
 from compressx.planning.plan import Plan
 from compressx.recipe.rules import matches
+from compressx.report.section import Section
 from compressx.runtime.errors import ArtifactError, Mistakes, RecipeError, UnsupportedModelError, did_you_mean
 from compressx.stages.state import RunState, Stage
 
@@ -58,7 +60,9 @@ class OpenBase(Stage):
 
     def run(self, state: RunState) -> None:
         """Open it."""
-        open_base_of(state)
+        if state.recipe.base is not None:
+            with state.loaded.at("base"):
+                state.base = open_base(state.recipe.base, state.device)
 
 
 class TakeFromBase(Stage):
@@ -83,17 +87,31 @@ class TakeFromBase(Stage):
                     if name in left and not x.is_meta:
                         model.get_parameter(name).data.copy_(x)
 
+    def sections(self, report: Any) -> Iterator[Section]:
+        """Say the same in the report."""
+        yield from (Section(note=line) for line in self.sentences(report))
+
     def sentences(self, report: Any) -> Iterator[str]:
         """Say from what the difference was pruned."""
         if report.base:
             yield f"What was pruned is the difference from `{report.base}`: dropped weights are those of that model."
 
 
-def open_base_of(state: RunState) -> None:
-    """Open the base of a recipe, if it has one."""
-    if state.recipe.base is not None:
-        with state.loaded.at("base"):
-            state.base = open_base(state.recipe.base, state.device)
+def inputs_of(state: RunState) -> dict[str, Any]:
+    """Return what decides the pruned blocks beside the inputs of every run."""
+    base = None if state.base is None else weights_fingerprint(state.base)
+    return {"base": base, "base_keeps": state.recipe.base_keeps}
+
+
+def in_config(state: RunState) -> dict[str, str]:
+    """Return what the pruned model's config says of the base, if there is one."""
+    return {} if state.base is None else {"base": state.results["base"]}
+
+
+def weights_folder(state: RunState) -> Path | None:
+    """Return the folder with the base's safetensors, for exporters; None without a base, or of a GGUF file."""
+    base = None if state.recipe.base is None else find_checkpoint(state.recipe.base)
+    return None if base is None or base.single_file is not None else local_folder(base)
 
 
 def _check_base(state: RunState, checkpoint: Checkpoint) -> None:
@@ -118,20 +136,6 @@ def _check_base(state: RunState, checkpoint: Checkpoint) -> None:
         has, wanted = (str(x).removeprefix("torch.") for x in (dtype, state.dtype))
         told = f"load both in one dtype, such as base: {{..., dtype: {wanted}}}"
         raise UnsupportedModelError(f"{where} is {has}, and the model {wanted}; {told}")
-    if state.checkpoint is not None and state.tokenizer is not None:
-        own, other = (_ordinary(x) for x in (state.tokenizer, load_tokenizer(checkpoint)))
-        if differ := [token for token in own.keys() | other.keys() if own.get(token) != other.get(token)]:
-            token = min(differ)
-            raise UnsupportedModelError(
-                f"{where}: its tokenizer has other tokens: {token!a} is {other.get(token, 'not there')}, and "
-                f"{own.get(token, 'not there')} in the model's; name the model that it was fine-tuned from"
-            )
-
-
-def _ordinary(tokenizer: Any) -> dict[str, int]:
-    """Return the ids of tokens, without those that fine-tuning adds or renames, such as the marks of a chat."""
-    added = tokenizer.get_added_vocab()
-    return {token: i for token, i in tokenizer.get_vocab().items() if token not in added}
 
 
 def _kept(model: torch.nn.Module, plan: Plan, glob: str) -> list[str]:
