@@ -139,43 +139,28 @@ def apply(masks: Path, model: str, output: Path, original: bool, **found: Any) -
 @click.argument("model")
 @click.option("--masks", type=PATH, help="Masks to compare with; by default those beside the model.")
 @click.option("--base", metavar="MODEL", help="Model that it was tuned from: show what differs.")
-@click.option("--spectrum", is_flag=True, help="Show stable ranks, by singular values.")
-@click.option("-o", "--output", type=PATH, help="Folder for inspect.md, inspect.json and inspect.svg.")
 @revision_option
 @trust_option
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 @errors_for_users
 def inspect(
-    model: str, masks: Path | None, base: str | None, spectrum: bool, output: Path | None, revision: str | None,
-    trust_remote_code: bool, as_json: bool,
+    model: str, masks: Path | None, base: str | None, revision: str | None, trust_remote_code: bool, as_json: bool
 ) -> None:  # fmt: skip
     """Count the zeros of MODEL, layer by layer: sparsity, pattern, whether 2:4 holds."""
     from compressx.cli import tables, terminal
     from compressx.evaluation.saved import source_of
     from compressx.masks.inspect import inspect as look
     from compressx.models.packed_folder import needs_base
-    from compressx.report import markdown
-    from compressx.report.section import Section
-    from compressx.runtime.files import atomic_write, os_errors_named
 
     needed = base if needs_base(model) else None  # a packed fine-tune also needs it to be read
     source = source_of(model, revision=revision, trust_remote_code=trust_remote_code, base=needed)
     other = None if base is None else source_of(base, trust_remote_code=trust_remote_code)
-    if output is not None:
-        with os_errors_named("write", output):  # before the minutes that spectra take
-            output.mkdir(parents=True, exist_ok=True)
     with terminal.under_way() as tell:
-        found = look(source, masks, base=other, spectrum=spectrum, progress=tell)
-    sections = [*tables.of_inspection(found), *(tables.of_packed(found.packed) if found.packed else ())]
-    plain = json_text(found.to_dict(), indent=1)
+        found = look(source, masks, base=other, progress=tell)
     if as_json:
-        click.echo(plain)
+        click.echo(json_text(found.to_dict(), indent=1))
     else:
-        terminal.show(*sections)
-    if output is not None:
-        page = [Section(found.folder), *sections, *tables.draw_inspection(found, output / "inspect.svg")]
-        atomic_write(output / "inspect.md", markdown.page(page).encode())
-        atomic_write(output / "inspect.json", plain.encode())
+        terminal.show(*tables.of_inspection(found), *(tables.of_packed(found.packed) if found.packed else ()))
 
 
 @click.command(epilog='Example: compressx generate runs/one --prompt-file report.txt --question "Who signed it?"')

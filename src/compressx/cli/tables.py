@@ -5,17 +5,15 @@ from __future__ import annotations
 import shlex
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import astuple
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from compressx.allocation.units import zeros_of
 from compressx.api.names import folded, kind_of
 from compressx.api.patterns import UNIT_KINDS
-from compressx.masks.inspect import AS_BASE, sparsity_of
+from compressx.masks.inspect import sparsity_of
 from compressx.planning.make import who_prunes
 from compressx.plugins.kinds import EXPORTER
-from compressx.report import plots
-from compressx.report.section import Column, Section, Spread, Value, count_of, estimates, table
+from compressx.report.section import Column, Section, Value, estimates, table
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -32,11 +30,7 @@ if TYPE_CHECKING:
 
 _COSTS = (Column("tokens", "d"), Column("seconds", ".2f"), Column("peak GiB", ".2f"))
 _SPARSITY = Column("sparsity", ".2%")
-_SPECTRA = (
-    Column("stable rank", ".1f"), Column("stable rank of W_Q^T W_K", ".1f"), Column("change", ".2%"),
-    Column("largest change", ".2g"), Column("unchanged", ".2%"), Column("stable rank of change", ".1f"),
-    Column("r90 of change", ".4g"),
-)  # fmt: skip
+_CHANGES = (Column("change", ".2%"), Column("unchanged", ".2%"))
 
 
 def full_size(recipe: Recipe, plugins: Plugins) -> str:
@@ -157,10 +151,9 @@ def of_applied(applied: Applied, output: Path) -> Iterator[Section]:
     """Yield what putting masks on a model changed."""
     dropped = sum(x.dropped_not_zero for x in applied.before.values())
     zero = sum(x.kept_zero for x in applied.before.values())
-    became = "the base's" if applied.based else "zero"
-    also = f"; {zero} weights that the masks keep were {became}" if zero else ""
+    also = f"; {zero} weights that the masks keep were {applied.became}" if zero else ""
     on = f"masks on {applied.masked} of {applied.linears} linears"
-    yield Section(note=f"{on}: {dropped} weights became {became}{also}; written to {output}")
+    yield Section(note=f"{on}: {dropped} weights became {applied.became}{also}; written to {output}")
 
 
 def of_inspection(found: Inspection) -> Iterator[Section]:
@@ -169,52 +162,20 @@ def of_inspection(found: Inspection) -> Iterator[Section]:
     rows = []
     for x in found.linears:
         mask = (x.mask or "none", x.off_mask) if found.masks else ()
-        rows.append((x.name, x.pattern, "yes" if x.two_four else "no", *mask, x.sparsity, *_spectra([x])))
-    yield Section(table=table(["linear", "pattern", "2:4", *compared, _SPARSITY, *_SPECTRA], rows))
+        rows.append((x.name, x.pattern, "yes" if x.two_four else "no", *mask, x.sparsity, x.change, x.unchanged))
+    yield Section(table=table(["linear", "pattern", "2:4", *compared, _SPARSITY, *_CHANGES], rows))
     kinds: dict[str, list[Inspected]] = {}
     for linear in found.linears:
         kinds.setdefault(kind_of(linear.name), []).append(linear)
-    sums = [(kind, _patterns(some), len(some), sparsity_of(some), *_spectra(some)) for kind, some in kinds.items()]
-    yield Section(table=table(["module", "patterns", Column("linears", "d"), _SPARSITY, *_SPECTRA], sums))
+    sums = []
+    for kind, some in kinds.items():
+        changes = [(x.change, x.unchanged) for x in some if x.change is not None and x.unchanged is not None]
+        medians = map(statistics.median, zip(*changes, strict=True)) if changes else (None, None)
+        sums.append((kind, _patterns(some), len(some), sparsity_of(some), *medians))
+    yield Section(table=table(["module", "patterns", Column("linears", "d"), _SPARSITY, *_CHANGES], sums))
     fits = sum(x.two_four for x in found.linears)
-    off = sum(x.off_mask or 0 for x in found.linears)
-    based = any(x.mask and x.mask.endswith(AS_BASE) for x in found.linears)
-    wanted = "the base's" if based else "zero"
-    counts = f"{off} weights are not {wanted} that it drops"
-    if based and not found.base:
-        counts = "which drops to the weights of a base: give it by --base"
-    also = f"; compared with {found.masks}, {counts}" if found.masks else ""
     counted = f"sparsity {found.sparsity:.2%} of {len(found.linears)} linears; 2:4 holds for {fits}"
-    also += f"; changes are from {found.base}" if found.base else ""
-    if found.unread:
-        also += f"; no W_Q^T W_K in {count_of(found.unread, 'block')}: {found.unread[0].partition(';')[0]}"
-    yield Section(note=f"{found.folder}: {counted}{also}")
-
-
-def _spectra(linears: Sequence[Inspected]) -> list[Any]:
-    """Return the values of `_SPECTRA`: medians over some linears, and over all their heads with least and most."""
-    heads = [rank for x in linears for rank in x.heads]
-    rows = [(x.stable_rank, *(astuple(x.change) if x.change else [None] * 5)) for x in linears]
-    known = ([value for value in values if value is not None] for values in zip(*rows, strict=True))
-    first, *others = (statistics.median(some) if some else None for some in known)
-    return [first, Spread.of(heads) if heads else None, *others]
-
-
-def draw_inspection(found: Inspection, path: Path) -> Iterator[Section]:
-    """Draw what there is beside zeros over the blocks: a panel for each column, a line for each kind of linear."""
-    groups: dict[tuple[str, str], list[Inspected]] = {}
-    for x in found.linears:
-        groups.setdefault((kind_of(x.name), next(filter(str.isdecimal, x.name.split(".")), "")), []).append(x)
-    panels: dict[str, dict[str, tuple[list[float], list[float]]]] = {}
-    for (kind, block), some in groups.items():
-        for column, value in zip(_SPECTRA, _spectra(some), strict=True):
-            if value is not None:
-                blocks, values = panels.setdefault(column.name, {}).setdefault(kind, ([], []))
-                blocks.append(int(block))
-                values.append(value.median if isinstance(value, Spread) else value)
-    if panels:
-        plots.error_by_layer(path, "", panels)
-        yield Section(figures=({"file": path.name, "caption": f"Medians by decoder block: {', '.join(panels)}."},))
+    yield Section(note=f"{found.folder}: {counted}{found.compared}")
 
 
 def _patterns(linears: Sequence[Inspected]) -> str:
@@ -226,7 +187,7 @@ def _patterns(linears: Sequence[Inspected]) -> str:
 def of_packed(sizes: Sizes) -> Iterator[Section]:
     """Yield the sizes of a packed model's tensors, by what is left out of them, and of its files."""
     rows: list[tuple[Value, ...]] = []
-    kinds = {"differences from the base": [tensor for tensor in sizes.tensors if tensor.differs]} if sizes.base else {}
+    kinds = {"tensors that differ": [tensor for tensor in sizes.tensors if tensor.differs]} if sizes.needs else {}
     for kind, masked in (("tensors with zeros", True), ("other tensors", False)):
         kinds[kind] = [tensor for tensor in sizes.tensors if tensor.masked == masked and not tensor.differs]
     for kind, some in kinds.items():
@@ -238,8 +199,7 @@ def of_packed(sizes: Sizes) -> Iterator[Section]:
     rows.append(("the whole folder", *_shares(*whole)))
     megabytes = [Column(name, ".1f") for name in ("dense, MB", "packed, MB")]
     shares = [Column(name, ".2%") for name in ("packed / dense", "masks and values / dense")]
-    note = "" if sizes.base is None else f"to be unpacked with its base, {sizes.base}"
-    yield Section(f"Packed: {sizes.folder}", table=table(["", *megabytes, *shares], rows), note=note)
+    yield Section(f"Packed: {sizes.folder}", table=table(["", *megabytes, *shares], rows), note=sizes.needs)
 
 
 def _shares(dense: int, packed: int, predicted: int) -> tuple[Value, ...]:

@@ -223,13 +223,13 @@ class Applied:
         linears: number of linears in the model's blocks, plus masked ones outside them.
         before: by name, how many dropped weights were not zero before, and how many kept ones were zero; names with
             neither are left out.
-        based: whether they became a base's weights in place of zeros.
+        became: what they are now, in words.
     """
 
     masked: int
     linears: int
     before: Mapping[str, Deviation]
-    based: bool = False
+    became: str = "zero"
 
 
 def apply_masks(masks: Path, source: ModelSource, output: Path, *, original: bool = False) -> Applied:
@@ -256,4 +256,6 @@ def apply_masks(masks: Path, source: ModelSource, output: Path, *, original: boo
         keep_settings(checkpoint, folder / "model")
         with os_errors_named("copy", masks):
             shutil.copyfile(masks, folder / "masks.safetensors")
-    return Applied(len(loaded), len({*survey(model).linears, *loaded}), before, base is not None)
+    return Applied(
+        len(loaded), len({*survey(model).linears, *loaded}), before, "zero" if base is None else "the base's"
+    )

@@ -23,6 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, WrapValidator
 from torch import Tensor
 
 from compressx.api.pruner import Linear
+from compressx.numerics.masked import pattern_mismatch
 from compressx.runtime.errors import ArtifactError, one_line
 from compressx.runtime.files import one_by_one, os_errors_named, regular, validated, written_whole
 from compressx.runtime.transfer import begin_to_host
@@ -51,6 +52,14 @@ class MaskEntry:
             raise ValueError(
                 f"expected a bool mask [out_features, in_features], got {self.keep.dtype} {[*self.keep.shape]}"
             )
+
+
+def misfit(name: str, entry: MaskEntry, shape: Sequence[int]) -> str:
+    """Say why a mask is not that of a weight with a shape, or not of the pattern that it says; empty if it is."""
+    if [*entry.keep.shape] != [*shape]:
+        return f"{name}: its mask is {[*entry.keep.shape]} [out_features, in_features], the weight {[*shape]}"
+    unlike = pattern_mismatch(entry.keep, entry.pattern)
+    return unlike and f"{name}: its mask is called {entry.pattern}, but is none: {unlike}"
 
 
 _AT_ONCE = 2

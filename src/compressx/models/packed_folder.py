@@ -58,6 +58,11 @@ class Sizes:
     other_bytes: int
     base: str | None
 
+    @property
+    def needs(self) -> str:
+        """Say what it is unpacked with; empty if that is nothing else."""
+        return "" if self.base is None else f"to be unpacked with its base, {self.base}"
+
     def to_dict(self) -> dict[str, Any]:
         """Return plain data, for JSON."""
         return {

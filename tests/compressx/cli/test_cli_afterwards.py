@@ -193,51 +193,18 @@ def test_inspect_counts_what_the_run_says_it_pruned(work):
     assert "sparsity 0.00% of 21 linears; 2:4 holds for 0" in printed("inspect", "model")
 
 
-def test_inspect_compares_a_run_with_its_base_and_shows_spectra_only_where_asked(work):
-    plain = json.loads(printed("inspect", "out", "--json"))
-    assert {(x["stable_rank"], x["change"], *x["heads"]) for x in plain["linears"]} == {(None, None)}
-    shown = printed("inspect", "out")
-    assert "rank" not in shown
-    assert "change" not in shown
+def test_inspect_compares_a_run_with_its_base(work):
+    assert "change" not in printed("inspect", "out")
     compared = printed("inspect", "out", "--base", "model")
     assert "changes are from model" in compared
     assert "unchanged" in compared
-    assert "rank" not in compared
-    changes = [x["change"] for x in json.loads(printed("inspect", "out", "--base", "model", "--json"))["linears"]]
-    assert {(x["unchanged"], x["stable_rank"], x["r90"]) for x in changes} == {(0.5, None, None)}, "half became zero"
-    assert all(0 < x["relative"] < 0.6 for x in changes)
-
-
-def test_inspect_writes_its_tables_figures_and_json(work):
-    asked = ("inspect", "out", "--base", "model", "--spectrum")
-    plain = json.loads(printed(*asked, "--json", "--output", "seen"))
-    assert {p.name for p in Path("seen").iterdir()} == {"inspect.md", "inspect.json", "inspect.svg"}
-    assert json.loads(Path("seen/inspect.json").read_text()) == plain
-    heads = {x["name"]: x["heads"] for x in plain["linears"] if x["heads"]}
-    assert [*heads] == [f"model.layers.{i}.self_attn.q_proj" for i in range(3)]
-    page = Path("seen/inspect.md").read_text()
-    assert page.startswith("# out\n")
-    every = sorted(rank for ranks in heads.values() for rank in ranks)
-    assert f"{(every[5] + every[6]) / 2:.1f} ({every[0]:.1f} to {every[-1]:.1f})" in page
-    assert "](inspect.svg)" in page
-    drawn = Path("seen/inspect.svg").read_text()
-    titles = ("stable rank", "stable rank of W_Q^T W_K", "change", "largest change", "r90 of change", "down_proj")
-    assert all(f">{title}<" in drawn for title in titles)
-    printed("inspect", "out", "--output", "zeros")
-    assert {p.name for p in Path("zeros").iterdir()} == {"inspect.md", "inspect.json"}, "there is nothing to draw"
-
-
-def test_inspect_says_in_a_line_what_it_cannot_compare_or_read(work):
+    linears = json.loads(printed("inspect", "out", "--base", "model", "--json"))["linears"]
+    assert all(x["unchanged"] == 0.5 and 0 < x["change"] < 0.6 for x in linears), "half became zero"
     save_tiny(work / "other" / "model", "llama-mqa")
     told = refused("inspect", "out", "--base", "other/model")
     assert told.startswith("error: other/model: model.layers.0.self_attn.k_proj is [16, 64], and [32, 64] in out;")
     assert told.count("\n") == 1
     assert "error: " in refused("inspect", "out", "--base", "nowhere/at-all")
-    save_tiny(work / "linear" / "model", "qwen3.5")
-    shown = " ".join(printed("inspect", "linear/model", "--spectrum").split())
-    assert "; no W_Q^T W_K in 1 block: model.layers.0 has 0 q_proj and 0 k_proj" in shown
-    Path("file").write_text("")
-    assert "cannot write file: " in refused("inspect", "model", "--spectrum", "--output", "file")
 
 
 @pytest.mark.slow
