@@ -36,7 +36,7 @@ METHODS = ("full", *SELECTORS, *PRESSES)
 def prompts(given: argparse.Namespace, tokenizer: Any) -> list[Any]:
     """Return the grid of prompts."""
     from compressx.evaluation.needle import NeedleGrid, grid
-    from compressx.prompts.frame import text_ids
+    from compressx.prompts.templates import text_ids
 
     settings = NeedleGrid.model_validate(
         {"dataset": {"text": given.text}, "lengths": given.lengths, "depths": given.depths, "needles": given.needles}
@@ -64,7 +64,7 @@ def by_compressx(given: argparse.Namespace, method: str) -> list[dict[str, Any]]
     from compressx.models.access import InMemory
     from compressx.models.loading import load_model, load_tokenizer
     from compressx.prompts.answer import answer
-    from compressx.prompts.selection import Selecting
+    from compressx.prompts.selection import SelectorSettings
     from compressx.recipe.sections import SelectTokens
     from llm_compressor import trimmed
 
@@ -73,7 +73,7 @@ def by_compressx(given: argparse.Namespace, method: str) -> list[dict[str, Any]]
     selection: Any = None
     if method != "full":
         settings = SelectTokens.model_validate({"selector": method, "keep": given.keep})
-        selection = Watched(Selecting(settings, load_plugins()).prepare(InMemory(model), tokenizer))
+        selection = Watched(SelectorSettings(settings, load_plugins()).prepare(InMemory(model), tokenizer))
     asked, rows = prompts(given, tokenizer), []
     for number, x in enumerate([asked[0], *asked]):  # the first is answered twice, to warm up
         base = trimmed()

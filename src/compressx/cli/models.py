@@ -29,7 +29,7 @@ from compressx.runtime.files import json_text
 
 if TYPE_CHECKING:
     from compressx.models.packed_folder import Progress, Sizes
-    from compressx.prompts.selection import Selecting
+    from compressx.prompts.selection import SelectorSettings
     from compressx.recipe.sources import ModelSource
 
 
@@ -59,7 +59,7 @@ def evaluate(
     """
     from compressx.cli import tables, terminal
     from compressx.evaluation.saved import evaluate_saved, measures, source_of
-    from compressx.prompts.selection import Selecting
+    from compressx.prompts.selection import SelectorSettings
     from compressx.recipe.schema import load_recipe
 
     given = {key: json.dumps(value) if value is True else value for key, value in lm_eval.items() if value is not None}
@@ -68,7 +68,7 @@ def evaluate(
     asked = [*(f"evaluate.lm_eval.{key}={value}" for key, value in given.items()), *overrides]
     plugins = host.plugins()
     settings, select = measures(recipe, asked, plugins, perplexity="tasks" not in given)
-    selecting = None if select is None else Selecting(select, plugins)
+    selecting = None if select is None else SelectorSettings(select, plugins)
     trusted = trust_remote_code or (recipe is not None and load_recipe(recipe, asked).recipe.model.trust_remote_code)
     source = source_of(model, dtype=dtype, revision=revision, trust_remote_code=trusted, base=base)
     with terminal.progress(quiet=as_json) as tell:
@@ -241,9 +241,9 @@ def _prompt(file: Path | None, prompt: str | None) -> str:
     return text
 
 
-def _selecting(host: Host, source: ModelSource, given: dict[str, Any], *, full: bool) -> Selecting | None:
+def _selecting(host: Host, source: ModelSource, given: dict[str, Any], *, full: bool) -> SelectorSettings | None:
     """Return how the prompt is shortened: as the run says, with what the options change."""
-    from compressx.prompts.selection import Selecting, changed_selection, saved_selection
+    from compressx.prompts.selection import SelectorSettings, changed_selection, saved_selection
     from compressx.recipe.document import assignments, read_plain
     from compressx.runtime.errors import RecipeError
 
@@ -260,7 +260,7 @@ def _selecting(host: Host, source: ModelSource, given: dict[str, Any], *, full: 
             option = next(iter(changes["options"]), "") if key == "options" else ""
             raise RecipeError(f"--full reads the whole prompt; leave out {_flag(key, option)}".rstrip())
         return None
-    selecting = Selecting(changed_selection(saved_selection(source), changes, _flag), host.plugins())
+    selecting = SelectorSettings(changed_selection(saved_selection(source), changes, _flag), host.plugins())
     selecting.spec(lambda *loc: _flag("options", *loc))
     return selecting
 

@@ -17,7 +17,7 @@ from compressx.models.access import Access, config_fingerprint
 from compressx.models.blockwise import evaluation_mode
 from compressx.plugins.kinds import EVALUATOR
 from compressx.plugins.manager import Plugins
-from compressx.prompts.selection import Selecting
+from compressx.prompts.selection import SelectorSettings
 from compressx.recipe.document import Document, Step
 from compressx.recipe.schema import LoadedRecipe
 from compressx.recipe.sources import datasets_in
@@ -170,7 +170,7 @@ def ready(
 
 
 def evaluate(
-    access: Access, tokenizer: Any, evaluators: Sequence[ReadyEvaluator], *, selecting: Selecting | None = None,
+    access: Access, tokenizer: Any, evaluators: Sequence[ReadyEvaluator], *, selecting: SelectorSettings | None = None,
     progress: Progress | None = None, fingerprint: str | None = None,
 ) -> Figures:  # fmt: skip
     """Measure a model by every evaluator of a recipe, and return the figures by name; nothing of it is changed.
@@ -205,7 +205,7 @@ def evaluate(
 
 
 def _key(
-    evaluator: ReadyEvaluator, access: Access, tokenizer: Any, selecting: Selecting | None, fingerprint: str
+    evaluator: ReadyEvaluator, access: Access, tokenizer: Any, selecting: SelectorSettings | None, fingerprint: str
 ) -> dict[str, Any] | None:
     """Return all that decides the figures of an evaluator; None if they must not be cached."""
     if (text := evaluator.fingerprint()) is None:

@@ -29,8 +29,8 @@ from compressx.data.windows import token_ids
 from compressx.evaluation.token_perplexity import FIGURES
 from compressx.models.blockwise import evaluation_mode
 from compressx.models.generate import check_ids
-from compressx.prompts.frame import frame
-from compressx.prompts.selection import Selection
+from compressx.prompts.selection import ReadySelector
+from compressx.prompts.templates import around_text
 from compressx.recipe.sources import DatasetField
 from compressx.recipe.validation import Strict, conflict
 from compressx.runtime.cache import cached
@@ -181,12 +181,12 @@ def check_tokenizer(settings: LmEval, tokenizer: Any, model: Any) -> None:
             "instruct model; remove apply_chat_template, or set tokenizer.chat_template and save the tokenizer beside "
             "the model"
         )
-    check_ids(model, torch.cat(frame(tokenizer, "a")), tokenizer, "lm_eval.apply_chat_template: a prompt")
+    check_ids(model, torch.cat(around_text(tokenizer, "a")), tokenizer, "lm_eval.apply_chat_template: a prompt")
 
 
 def run_tasks(
     model: Any, tokenizer: Any, settings: LmEval, rolling: Mapping[str, Sequence[str]],
-    selection: Callable[[], Selection] | None = None,
+    selection: Callable[[], ReadySelector] | None = None,
 ) -> dict[str, dict[str, float]]:  # fmt: skip
     """Run tasks, as `check_tasks` accepts them, through lm-evaluation-harness, quietly, on a model in evaluation mode.
 
@@ -260,7 +260,7 @@ def _task_manager(settings: LmEval, *, include_defaults: bool) -> Any:
     return manager
 
 
-def _language_model(selection: Callable[[], Selection] | None) -> Any:
+def _language_model(selection: Callable[[], ReadySelector] | None) -> Any:
     """Return the harness's class of models, with prompts shortened before text is generated."""
     from lm_eval.models.huggingface import HFLM
 

@@ -18,9 +18,9 @@ from compressx.data.documents import texts
 from compressx.data.windows import fingerprint
 from compressx.models.access import Access
 from compressx.models.generate import check_ids, check_room, greedy, readable
-from compressx.prompts.frame import text_ids
-from compressx.prompts.needles import MEASURING, Hidden, hidden
-from compressx.prompts.selection import Selection
+from compressx.prompts.needles import MEASURING, NeedlePrompt, needle_prompt
+from compressx.prompts.selection import ReadySelector
+from compressx.prompts.templates import text_ids
 from compressx.recipe.sources import DatasetField
 from compressx.recipe.validation import Strict, conflict
 
@@ -44,7 +44,7 @@ class NeedleGrid(Strict):
 
 
 def needle_figures(
-    access: Access, tokenizer: Any, hay: Tensor, settings: NeedleGrid, selection: Selection | None = None,
+    access: Access, tokenizer: Any, hay: Tensor, settings: NeedleGrid, selection: ReadySelector | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Ask a model in evaluation mode every question of the grid, in other text, int64 [tokens].
@@ -86,14 +86,14 @@ def needle_figures(
     }  # fmt: skip
 
 
-def grid(tokenizer: Any, hay: Tensor, settings: NeedleGrid) -> Iterator[Hidden]:
+def grid(tokenizer: Any, hay: Tensor, settings: NeedleGrid) -> Iterator[NeedlePrompt]:
     """Yield every prompt of a grid; each begins elsewhere in the text if it can, and equally in every run."""
     depths = [i / (settings.depths - 1) for i in range(settings.depths)] if settings.depths > 1 else [0.5]
     for length in settings.lengths:
         for i, depth in enumerate(depths):
             for j, fact in enumerate(MEASURING[: settings.needles]):
                 start = (i * settings.needles + j) * 1009
-                yield hidden(tokenizer, hay, fact, length, depth, start=start)
+                yield needle_prompt(tokenizer, hay, fact, length, depth, start=start)
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -32,7 +32,7 @@ from compressx.models.shards import OUTSIDE, save_model
 from compressx.models.streaming import open_model
 from compressx.plugins.kinds import EVALUATOR, EXPORTER
 from compressx.plugins.manager import Plugins
-from compressx.prompts.selection import Selecting
+from compressx.prompts.selection import SelectorSettings
 from compressx.recipe.document import from_python, override, steps_of
 from compressx.recipe.schema import load_recipe
 from compressx.recipe.sections import SelectTokens
@@ -120,7 +120,7 @@ def evaluate_saved(
     plugins: Plugins,
     *,
     masks: Path | None = None,
-    selecting: Selecting | None = None,
+    selecting: SelectorSettings | None = None,
     device: Device = "auto",
     progress: Progress | None = None,
 ) -> Figures:

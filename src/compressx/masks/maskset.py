@@ -26,15 +26,14 @@ from torch.nn.utils import parametrize
 
 from compressx.api.pruner import Linear
 from compressx.masks.adapters import refuse_adapted
-from compressx.masks.file import MaskEntry, PackedMasks, read_masks, weight_sha256, write_masks
+from compressx.masks.file import MaskEntry, PackedMasks, misfit, read_masks, weight_sha256, write_masks
 from compressx.models.architecture import linears_of, refuse_prepared
-from compressx.numerics.masked import pattern_mismatch
 from compressx.runtime.errors import ArtifactError, did_you_mean
 
 if TYPE_CHECKING:
     from torch.ao.pruning.sparsifier.base_sparsifier import BaseSparsifier
 
-__all__ = ["Deviation", "MaskEntry", "MaskSet", "apply", "squash", "weight_sha256"]
+__all__ = ["Deviation", "MaskEntry", "MaskSet", "squash", "weight_sha256"]
 
 
 class Deviation(NamedTuple):
@@ -222,13 +221,8 @@ class MaskSet(Mapping[str, MaskEntry]):
                 hint = (did_you_mean(name, weights) or "it has no linears") + shrunk_note(model)
                 raise ArtifactError(f"there is a mask for {name!r}, which {type(model).__name__} does not have; {hint}")
             weight = weights[name].weight
-            if weight.shape != entry.keep.shape:
-                raise ArtifactError(
-                    f"{name}: the mask is {[*entry.keep.shape]} [out_features, in_features], the weight "
-                    f"{[*weight.shape]}; the masks were made for another model{shrunk_note(model)}"
-                )
-            if unlike := pattern_mismatch(entry.keep, entry.pattern):
-                raise ArtifactError(f"{name}: its mask is called {entry.pattern}, but is none: {unlike}; make it anew")
+            if wrong := misfit(name, entry, weight.shape):
+                raise ArtifactError(f"{wrong}; give the masks of this model{shrunk_note(model)}")
             if weight.is_meta:
                 raise ArtifactError(f"{name}: its weight is not loaded (device meta); load the whole model first")
         return {name: weights[name] for name in self}
@@ -283,11 +277,6 @@ class MaskSet(Mapping[str, MaskEntry]):
                     f"{name}: its weight has sha256 {found[:12]}..., but its mask was made for "
                     f"{self[name].sha256[:12]}...; load the model that was pruned, in the dtype it was pruned in"
                 )
-
-
-def apply(model: nn.Module, path: Path | str, *, original: bool = False) -> None:
-    """Set the weights that a masks file drops to zero, in place; short for `MaskSet.load(path).apply(model)`."""
-    MaskSet.load(path).apply(model, original=original)
 
 
 def squash(prepared: BaseSparsifier | nn.Module) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +16,9 @@ from compressx.models.checkpoint import find_checkpoint
 from compressx.models.generate import check_ids, check_room, greedy, readable
 from compressx.models.loading import load_model, load_skeleton, load_tokenizer
 from compressx.plugins.manager import Plugins
-from compressx.prompts.frame import frame, frame_of_chat, text_ids
 from compressx.prompts.scores import check_decoder
-from compressx.prompts.selection import Selecting, Selection
+from compressx.prompts.selection import ReadySelector, SelectorSettings
+from compressx.prompts.templates import prompt_of
 from compressx.recipe.sources import ModelSource
 from compressx.runtime.errors import CalibrationError
 from compressx.runtime.timing import forget_peaks, peak_gpu_bytes, peak_resident_bytes
@@ -54,7 +54,7 @@ class Answer:
 def generate(
     model: Any,
     tokenizer: Any,
-    prompt: str | Sequence[Mapping[str, str]],
+    prompt: str,
     *,
     question: str = "",
     selector: str | None = "retrieval-heads",
@@ -68,10 +68,9 @@ def generate(
 
     Args:
         model: a transformers causal language model with all weights in memory; its training mode is restored.
-        tokenizer: its tokenizer. With a chat template, a text is given as a user's message.
-        prompt: a long text, or chat messages. In a chat, tokens are selected from the longest message; the template and
-            all other messages are kept.
-        question: asked after a text, and kept; not with messages.
+        tokenizer: its tokenizer. With a chat template, the prompt is given as a user's message.
+        prompt: a long text.
+        question: asked after it, and kept.
         selector: name of a token selector; None reads the whole prompt.
         keep: tokens of the prompt to read: a number, or a fraction.
         options: the selector's own.
@@ -85,40 +84,20 @@ def generate(
     if max_new_tokens < 1:
         raise CalibrationError(f"max_new_tokens is {max_new_tokens}; expected at least 1")
     check_decoder(model)
-    ids, protected = framed(tokenizer, prompt, question)
-    selection = None
+    ids, protected = prompt_of(tokenizer, prompt, question)
+    ready = None
     if selector is not None:
-        selecting = Selecting.from_python(selector, keep, options, protect, plugins)
-        selection = selecting.prepare(InMemory(model), tokenizer)
-    return answer(model, tokenizer, ids, protected, max_new_tokens, selection)
-
-
-def framed(tokenizer: Any, prompt: str | Sequence[Mapping[str, str]], question: str = "") -> tuple[Tensor, Tensor]:
-    """Return the ids of a prompt, int64 [n], and which are no part of its long text, bool [n].
-
-    Raises:
-        CalibrationError: no text, a question beside messages, or messages that the chat template refuses.
-    """
-    if isinstance(prompt, str):
-        text, (before, after) = prompt, frame(tokenizer, question)
-    elif question:
-        raise CalibrationError("question goes with a text; in messages, ask it in the last one")
-    else:
-        before, text, after = frame_of_chat(tokenizer, prompt)
-    ids = text_ids(tokenizer, text)
-    if not len(ids):
-        raise CalibrationError("the prompt is empty; expected a text")
-    protected = torch.ones(len(before) + len(ids) + len(after), dtype=torch.bool)
-    protected[len(before) : len(before) + len(ids)] = False
-    return torch.cat([before, ids, after]), protected
+        settings = SelectorSettings.from_python(selector, keep, options, protect, plugins)
+        ready = settings.prepare(InMemory(model), tokenizer)
+    return answer(model, tokenizer, ids, protected, max_new_tokens, ready)
 
 
 def answer(
-    model: Any, tokenizer: Any, ids: Tensor, protected: Tensor, tokens: int, selection: Selection | None
+    model: Any, tokenizer: Any, ids: Tensor, protected: Tensor, tokens: int, selector: ReadySelector | None
 ) -> Answer:
     """Answer one prompt by at most so many tokens, 1 or more.
 
-    The prompt's ids are int64 [n]; those that are `protected`, bool [n], are kept in any case. Without a selection the
+    The prompt's ids are int64 [n]; those that are `protected`, bool [n], are kept in any case. Without a selector the
     model reads all. Its training mode is restored.
 
     Raises:
@@ -129,8 +108,9 @@ def answer(
     check_ids(model, ids, tokenizer)
     forget_peaks()
     started = time.perf_counter()
-    places = torch.arange(len(ids)) if selection is None else selection.places(ids, protected)
-    selected, memory = time.perf_counter(), {"select": _peak(model)}
+    places = torch.arange(len(ids)) if selector is None else selector.places(ids, protected)
+    peak = peak_gpu_bytes if next(model.parameters()).is_cuda else peak_resident_bytes
+    selected, selecting_took = time.perf_counter(), peak()
     forget_peaks()
     kept = ids[places]
     check_room(model, len(kept), tokens, "generate")
@@ -144,30 +124,21 @@ def answer(
     with evaluation_mode(model):
         written = greedy(model, tokenizer, kept[None], tokens, processors=[clock])[0]
     ended = time.perf_counter()
+    gaps = (places[1:] != places[:-1] + 1).nonzero()[:, 0] + 1
     return Answer(
         text=readable(tokenizer, written).strip(),
         prompt_tokens=len(ids),
         kept_tokens=len(kept),
         new_tokens=len(written),
-        kept_text=_kept_text(tokenizer, kept, places),
+        kept_text=" ... ".join(readable(tokenizer, part) for part in torch.tensor_split(kept, gaps.tolist())),
         seconds={"select": selected - started, "prefill": first[0] - selected, "generate": ended - first[0]},
-        peak_memory_bytes={**memory, "generate": _peak(model)},
-        reason="" if selection is None else selection.wanted.reason,
+        peak_memory_bytes={"select": selecting_took, "generate": peak()},
+        reason="" if selector is None else selector.wanted.reason,
     )
 
 
-def _peak(model: Any) -> int:
-    return peak_gpu_bytes() if next(model.parameters()).is_cuda else peak_resident_bytes()
-
-
-def _kept_text(tokenizer: Any, kept: Tensor, places: Tensor) -> str:
-    gaps = (places[1:] != places[:-1] + 1).nonzero()[:, 0] + 1
-    parts = torch.tensor_split(kept, gaps.tolist())
-    return " ... ".join(readable(tokenizer, part) for part in parts)
-
-
 def answer_saved(
-    source: ModelSource, prompt: str, question: str, tokens: int, *, selecting: Selecting | None,
+    source: ModelSource, prompt: str, question: str, tokens: int, *, selecting: SelectorSettings | None,
     device: Device = "auto", progress: Callable[[str], None] = lambda _: None,
 ) -> Answer:  # fmt: skip
     """Let a saved model, which is loaded completely into memory, answer a prompt and a question, which may be empty.
@@ -179,13 +150,13 @@ def answer_saved(
     skeleton, tokenizer = load_skeleton(checkpoint), load_tokenizer(checkpoint)
     if selecting is not None:
         selecting.check(skeleton, tokenizer)
-    ids, protected = framed(tokenizer, prompt, question)
+    ids, protected = prompt_of(tokenizer, prompt, question)
     check_ids(skeleton, ids, tokenizer)
     progress("loading the model")
     model = load_model(checkpoint).to(where)
-    selection = None
+    ready = None
     if selecting is not None:
         progress("choosing blocks and heads")
-        selection = selecting.prepare(InMemory(model), tokenizer)
+        ready = selecting.prepare(InMemory(model), tokenizer)
     progress("answering")
-    return answer(model, tokenizer, ids, protected, tokens, selection)
+    return answer(model, tokenizer, ids, protected, tokens, ready)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -14,16 +13,14 @@ from compressx.api.selector import AttentionRows, ModelFacts, Needle
 from compressx.data.documents import texts
 from compressx.models.access import Access
 from compressx.models.architecture import Architecture, text_config
-from compressx.models.checkpoint import Checkpoint
-from compressx.models.loading import load_tokenizer
-from compressx.prompts.frame import frame, text_ids
 from compressx.prompts.scores import global_blocks, read_scores
+from compressx.prompts.templates import around_text, text_ids
 from compressx.recipe.sources import DatasetSource
-from compressx.runtime.errors import CalibrationError, CompressxError
+from compressx.runtime.errors import CalibrationError
 
 
 @dataclass(frozen=True)
-class Fact:
+class Sentence:
     """A sentence to hide, the question that it answers, and the answer, which the sentence ends with."""
 
     sentence: str
@@ -32,20 +29,21 @@ class Fact:
 
 
 CHOOSING = (
-    Fact("The password of the blue door is marigold.", "What is the password of the blue door?", "marigold"),
-    Fact("The old captain's dog is called Biscuit.", "What is the old captain's dog called?", "Biscuit"),
-    Fact("The secret ingredient of the soup is ginger.", "What is the secret ingredient of the soup?", "ginger"),
-    Fact("The locker number of the tall girl is 4182.", "What is the locker number of the tall girl?", "4182"),
+    Sentence("The password of the blue door is marigold.", "What is the password of the blue door?", "marigold"),
+    Sentence("The old captain's dog is called Biscuit.", "What is the old captain's dog called?", "Biscuit"),
+    Sentence("The secret ingredient of the soup is ginger.", "What is the secret ingredient of the soup?", "ginger"),
+    Sentence("The locker number of the tall girl is 4182.", "What is the locker number of the tall girl?", "4182"),
 )
 """For choosing blocks and heads; never for measuring."""
 
 MEASURING = (
-    Fact("The magic word of the green castle is umbrella.", "What is the magic word of the green castle?", "umbrella"),
-    Fact("The best thing to drink in Lisbon is cold lemonade.", "What is the best thing to drink in Lisbon?",
-         "lemonade"),
-    Fact("The number of the lost train ticket is 73914.", "What is the number of the lost train ticket?", "73914"),
-    Fact("The gardener's favourite flower is the tulip.", "What is the gardener's favourite flower?", "tulip"),
-    Fact("The treasure was buried under the wooden bridge.", "Where was the treasure buried?", "bridge"),
+    Sentence("The magic word of the green castle is umbrella.", "What is the magic word of the green castle?",
+             "umbrella"),
+    Sentence("The best thing to drink in Lisbon is cold lemonade.", "What is the best thing to drink in Lisbon?",
+             "lemonade"),
+    Sentence("The number of the lost train ticket is 73914.", "What is the number of the lost train ticket?", "73914"),
+    Sentence("The gardener's favourite flower is the tulip.", "What is the gardener's favourite flower?", "tulip"),
+    Sentence("The treasure was buried under the wooden bridge.", "Where was the treasure buried?", "bridge"),
 )  # fmt: skip
 
 
@@ -54,7 +52,7 @@ _SEARCHED = 100
 
 
 @dataclass(frozen=True, eq=False)
-class Hidden:
+class NeedlePrompt:
     """A prompt with a hidden sentence.
 
     Attributes:
@@ -72,7 +70,9 @@ class Hidden:
     depth: float
 
 
-def hidden(tokenizer: Any, hay: Tensor, fact: Fact, length: int, depth: float, *, start: int = 0) -> Hidden:
+def needle_prompt(
+    tokenizer: Any, hay: Tensor, fact: Sentence, length: int, depth: float, *, start: int = 0
+) -> NeedlePrompt:
     """Hide a sentence in hay.
 
     Args:
@@ -87,7 +87,7 @@ def hidden(tokenizer: Any, hay: Tensor, fact: Fact, length: int, depth: float, *
     Raises:
         CalibrationError: too little hay.
     """
-    before, after = frame(tokenizer, fact.question)
+    before, after = around_text(tokenizer, fact.question)
     sentence = text_ids(tokenizer, f" {fact.sentence}")
     wanted = length - len(before) - len(after) - len(sentence)
     if wanted < 1 or len(hay) < wanted:
@@ -107,7 +107,7 @@ def hidden(tokenizer: Any, hay: Tensor, fact: Fact, length: int, depth: float, *
     first = len(before) + place
     protected = torch.zeros(len(ids), dtype=torch.bool)
     protected[: len(before)] = protected[len(ids) - len(after) :] = True
-    return Hidden(ids, torch.arange(first, first + len(sentence)), protected, fact.answer, depth)
+    return NeedlePrompt(ids, torch.arange(first, first + len(sentence)), protected, fact.answer, depth)
 
 
 _LENGTH = 1024
@@ -133,7 +133,7 @@ def model_facts(access: Access, found: Architecture, tokenizer: Any | None, quer
     length = min(_LENGTH, getattr(config, "max_position_embeddings", None) or _LENGTH)
     needles = []
     for number, (fact, depth) in enumerate(product(CHOOSING, _DEPTHS)):
-        prompt = hidden(tokenizer, hay, fact, length, depth, start=number * length)
+        prompt = needle_prompt(tokenizer, hay, fact, length, depth, start=number * length)
         free = (~prompt.protected).nonzero()[:, 0]
         scores = read_scores(access, found, prompt.ids.to(access.device), AttentionRows(blocks, queries=queries))
         places = torch.searchsorted(free, prompt.places)
@@ -143,21 +143,5 @@ def model_facts(access: Access, found: Architecture, tokenizer: Any | None, quer
 
 def choosing_ids(tokenizer: Any) -> list[list[int]]:
     """Return the token ids of what is hidden and asked to choose blocks and heads; they tell tokenizers apart."""
-    pieces = [[*frame(tokenizer, fact.question), text_ids(tokenizer, f" {fact.sentence}")] for fact in CHOOSING]
+    pieces = [[*around_text(tokenizer, fact.question), text_ids(tokenizer, f" {fact.sentence}")] for fact in CHOOSING]
     return [torch.cat(piece).tolist() for piece in pieces]
-
-
-def tokenizer_beside(model: Any) -> Any:
-    """Return the tokenizer saved beside a model.
-
-    Raises:
-        CalibrationError: there is none, or it cannot be read.
-    """
-    place = str(getattr(model.config, "name_or_path", "") or "")
-    with suppress(CompressxError):
-        if place:
-            return load_tokenizer(Checkpoint(place))
-    raise CalibrationError(
-        "the selector chooses blocks or heads on synthetic prompts, which need the model's tokenizer, and there is "
-        f"none beside the model ({place or 'which is not from a folder'}); pass tokenizer=..."
-    )

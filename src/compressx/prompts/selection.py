@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from operator import index
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from compressx.models.generate import check_ids
 from compressx.planning.plan import Plan
 from compressx.plugins.kinds import TOKEN_SELECTOR
 from compressx.plugins.manager import Plugins, load_plugins
-from compressx.prompts.needles import choosing_ids, model_facts, tokenizer_beside
+from compressx.prompts.needles import choosing_ids, model_facts
 from compressx.prompts.scores import check_decoder, check_global, global_blocks, read_scores
 from compressx.recipe.schema import load_recipe
 from compressx.recipe.sections import SelectTokens
@@ -50,7 +51,7 @@ class Selected:
 
 
 @dataclass(frozen=True, eq=False)
-class Selection:
+class ReadySelector:
     """A selector that is ready to shorten prompts for one model.
 
     Attributes:
@@ -160,34 +161,34 @@ class Selection:
 
 
 def checked_rows(asked: object, facts: ModelFacts, name: str) -> AttentionRows:
-    """Return what `observe` asks for.
+    """Return what `observe` asks for, its numbers as int: NumPy's and torch's are taken, too.
 
     Raises:
         PluginError: no `AttentionRows`, blocks that do not ascend, no query, or heads that the model does not have.
     """
-    said = f"observe of token selector {name!r}"
-    if not isinstance(asked, AttentionRows):
-        raise PluginError(f"{said} must return AttentionRows, got {asked!r:.80}")
-    blocks, heads = _whole(asked.blocks), None if asked.heads is None else _whole(asked.heads)
-    queries = _whole((asked.queries,))
-    if blocks is None or list(blocks) != sorted({*blocks}):
-        raise PluginError(f"{said} must return blocks as whole numbers in ascending order, got {asked.blocks!r:.80}")
-    if asked.heads is not None and not heads:
-        raise PluginError(f"{said} must return heads as whole numbers, or None for all, got {asked.heads!r:.80}")
-    if not queries or queries[0] < 1:
-        raise PluginError(f"{said} must return at least one query, got {asked.queries!r:.80}")
-    if missing := [head for head in heads or () if not 0 <= head < facts.heads]:
-        raise PluginError(f"{said} asks for head {missing[0]}; expected 0 to {facts.heads - 1}")
-    return AttentionRows(blocks, heads, queries[0], str(asked.reason))
+    wrong = f"must return AttentionRows, got {asked!r:.80}"
+    if isinstance(asked, AttentionRows):
+        blocks, heads, queries = (_whole(x) for x in (asked.blocks, asked.heads or (), (asked.queries,)))
+        missing = [head for head in heads or () if not 0 <= head < facts.heads]
+        if blocks is None or [*blocks] != sorted({*blocks}):
+            wrong = f"must return blocks as whole numbers in ascending order, got {asked.blocks!r:.80}"
+        elif asked.heads is not None and not heads:
+            wrong = f"must return heads as whole numbers, or None for all, got {asked.heads!r:.80}"
+        elif not queries or queries[0] < 1:
+            wrong = f"must return at least one query, got {asked.queries!r:.80}"
+        elif missing:
+            wrong = f"asks for head {missing[0]}; expected 0 to {facts.heads - 1}"
+        else:
+            return AttentionRows(blocks, heads or None, queries[0], str(asked.reason))
+    raise PluginError(f"observe of token selector {name!r} {wrong}")
 
 
-def _whole(values: object) -> tuple[int, ...] | None:
-    """Return numbers as a tuple of int, those of NumPy and torch too; None if they are none."""
+def _whole(values: Any) -> tuple[int, ...] | None:
+    """Return whole numbers as a tuple of int; None if they are none."""
     try:
-        numbers = [value.__index__() for value in values]  # type: ignore[attr-defined]
-    except (AttributeError, TypeError, ValueError):
+        return tuple(index(value) for value in values)
+    except (TypeError, ValueError):
         return None
-    return tuple(numbers)
 
 
 def checked_places(answer: object, n: int, keep: int, name: str) -> Tensor:
@@ -196,17 +197,17 @@ def checked_places(answer: object, n: int, keep: int, name: str) -> Tensor:
     Raises:
         PluginError: another number of places, another dtype, duplicates, another order, or places outside the prompt.
     """
-    said = f"token selector {name!r}: expected {keep} different places from 0 to {n - 1} in ascending order"
-    if not isinstance(answer, Tensor) or answer.dtype != torch.int64 or answer.shape != (keep,):
-        kind = f"{answer.dtype} {[*answer.shape]}" if isinstance(answer, Tensor) else f"{answer!r:.80}"
-        raise PluginError(f"{said}, int64 [{keep}]; got {kind}")
-    places = answer.cpu()
-    if bool((falls := places[1:] <= places[:-1]).any()):
-        at = int(falls.nonzero()[0])
-        raise PluginError(f"{said}; got {int(places[at])} followed by {int(places[at + 1])}")
-    if int(places[0]) < 0 or int(places[-1]) >= n:
-        raise PluginError(f"{said}; got {int(places[0])} to {int(places[-1])}")
-    return places
+    wrong = f"int64 [{keep}]; got {answer!r:.80}"
+    if isinstance(answer, Tensor):
+        wrong = f"int64 [{keep}]; got {answer.dtype} {[*answer.shape]}"
+        if answer.dtype == torch.int64 and answer.shape == (keep,):
+            places = answer.cpu()
+            if int(places[0]) >= 0 and int(places[-1]) < n and bool((places[1:] > places[:-1]).all()):
+                return places
+            wrong = f"got {places.tolist()!s:.80}"
+    raise PluginError(
+        f"token selector {name!r}: expected {keep} different places from 0 to {n - 1} in ascending order, {wrong}"
+    )
 
 
 def _in_options(*loc: object) -> str:
@@ -214,7 +215,7 @@ def _in_options(*loc: object) -> str:
 
 
 @dataclass(frozen=True)
-class Selecting:
+class SelectorSettings:
     """How prompts are shortened: a recipe's `select_tokens` section, and the plugins that it names one of."""
 
     settings: SelectTokens
@@ -224,7 +225,7 @@ class Selecting:
     def from_python(
         cls, selector: str, keep: float, options: Mapping[str, Any] | None, protect: Mapping[str, int] | None,
         plugins: Plugins | None,
-    ) -> Selecting:  # fmt: skip
+    ) -> SelectorSettings:  # fmt: skip
         """Return what a caller from Python asks for; plugins are discovered when absent."""
         section = {"selector": selector, "keep": keep, "options": dict(options or {}), "protect": dict(protect or {})}
         settings = validated(SelectTokens, section, lambda *loc: ".".join(map(str, ("select_tokens", *loc))))
@@ -248,12 +249,12 @@ class Selecting:
                 check_ids(skeleton, torch.tensor(ids), tokenizer, "select_tokens: a prompt to choose heads by")
         check_global(skeleton, found, blocks)
 
-    def prepare(self, access: Access, tokenizer: Any | None) -> Selection:
+    def prepare(self, access: Access, tokenizer: Any | None) -> ReadySelector:
         """Build the selector, and ask it once which scores it needs of a model.
 
         Args:
             access: the model.
-            tokenizer: the model's; when absent and needed, the one saved beside the model.
+            tokenizer: the model's; None is refused if the selector needs it.
 
         Raises:
             CompressxError: an unknown selector or option, a model whose attention cannot be read, or an invalid answer.
@@ -264,12 +265,16 @@ class Selecting:
         found = survey(access.model)
         if queries:
             check_global(access.model, found, global_blocks(access.model)[:1] or (0,))
-            tokenizer = tokenizer_beside(access.model) if tokenizer is None else tokenizer
+            if tokenizer is None:
+                raise CalibrationError(
+                    "the selector chooses blocks or heads on synthetic prompts, which need the model's tokenizer; pass "
+                    "tokenizer=..."
+                )
             wanted = self._chosen(selector, options, access, found, tokenizer, queries)
         else:
             wanted = self._observed(selector, access, found, None, 0)
         check_global(access.model, found, wanted.blocks)
-        return Selection(self.settings, access, found, selector, wanted)
+        return ReadySelector(self.settings, access, found, selector, wanted)
 
     def key(self) -> dict[str, Any]:
         """Return what decides the selected tokens of a given model, in types that survive JSON."""
@@ -364,10 +369,10 @@ class TokenSelection(Stage):
             selecting.check(state.skeleton, state.tokenizer, partial(loaded.where, "select_tokens", "options"))
 
 
-def selecting_of(state: RunState) -> Selecting | None:
+def selecting_of(state: RunState) -> SelectorSettings | None:
     """Return how prompts are shortened, if the recipe says so."""
     settings = state.recipe.select_tokens
-    return None if settings is None else Selecting(settings, state.plugins)
+    return None if settings is None else SelectorSettings(settings, state.plugins)
 
 
 def select_tokens(
@@ -392,14 +397,13 @@ def select_tokens(
         attention_mask: of the same shape, 0 at padding, which may be on either side; no padding when absent.
         options: the selector's own.
         protect: `first` and `last`, tokens that are always kept, as in a recipe.
-        tokenizer: the model's, for selectors that choose blocks or heads on synthetic prompts; when absent, the one
-            saved beside the model.
+        tokenizer: the model's, for selectors that choose blocks or heads on synthetic prompts.
         plugins: what `load_plugins` returned; discovered when absent.
 
     Raises:
         CompressxError: an error that the user can fix.
     """
-    selecting = Selecting.from_python(selector, keep, options, protect, plugins)
+    selecting = SelectorSettings.from_python(selector, keep, options, protect, plugins)
     ids: object = input_ids
     if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32) or ids.dim() not in (1, 2):
         kind = f"{ids.dtype} {[*ids.shape]}" if isinstance(ids, Tensor) else type(ids).__name__

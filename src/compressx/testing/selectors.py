@@ -17,7 +17,7 @@ from compressx.models.access import InMemory
 from compressx.models.architecture import survey
 from compressx.prompts.needles import model_facts
 from compressx.prompts.scores import check_global, read_scores
-from compressx.prompts.selection import Selection, checked_rows
+from compressx.prompts.selection import ReadySelector, checked_rows
 from compressx.recipe.sections import Protect, SelectTokens
 from compressx.runtime.errors import UnsupportedModelError, blamed_on
 from compressx.testing.models import tiny_model, tiny_tokens
@@ -71,7 +71,7 @@ class SelectorSubject:
         """Have the host select `keep` of a prompt's `n` tokens, int64 [keep], with those `protected`, bool [n]."""
         selector = self.selector()
         settings = SelectTokens(selector=self.spec.name, keep=keep, protect=Protect(first=0, last=0))
-        selection = Selection(settings, self.access, self.found, selector, self.observed(selector))
+        selection = ReadySelector(settings, self.access, self.found, selector, self.observed(selector))
         return selection.places(tiny_tokens(sequences=1, length=n)[0], protected)
 
 

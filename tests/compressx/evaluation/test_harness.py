@@ -26,8 +26,8 @@ from compressx.data.documents import rendered
 from compressx.evaluation.lm_eval import HarnessEvaluator, LmEval, check_tasks, check_tokenizer, run_tasks, task_index
 from compressx.models.access import InMemory
 from compressx.plugins.manager import load_plugins
-from compressx.prompts.frame import frame
-from compressx.prompts.selection import Selecting
+from compressx.prompts.selection import SelectorSettings
+from compressx.prompts.templates import around_text
 from compressx.recipe.sections import SelectTokens
 from compressx.runtime.errors import CalibrationError, RecipeError
 from compressx.testing import tiny_model
@@ -315,7 +315,10 @@ def test_a_task_that_the_harness_cannot_build_is_told_in_one_line(
 
 def test_a_chat_template_forges_no_line_of_a_message(tokenizer: Any) -> None:
     tokenizer.chat_template = "{{ raise_exception('\\x1b[31m\\nerror: forged') }}"
-    for read in (lambda: frame(tokenizer, "a"), lambda: rendered([[{"role": "user", "content": "a"}]], tokenizer)):
+    for read in (
+        lambda: around_text(tokenizer, "a"),
+        lambda: rendered([[{"role": "user", "content": "a"}]], tokenizer),
+    ):
         with pytest.raises(CalibrationError, match=re.escape(r"TemplateError: \x1b[31m\nerror: forged")) as refused:
             read()
         assert "\n" not in str(refused.value)
@@ -628,7 +631,9 @@ class TestSelection:
         given = {"selector": "recent", "keep": keep, "protect": {"first": 0, "last": 0}}
         select = None
         if keep is not None:
-            select = Selecting(SelectTokens.model_validate(given), load_plugins()).prepare(InMemory(model), tokenizer)
+            select = SelectorSettings(SelectTokens.model_validate(given), load_plugins()).prepare(
+                InMemory(model), tokenizer
+            )
         tokenizer.model_max_length, tokenizer.eos_token, tokenizer.pad_token = 128, "</s>", "<s>"
         return seen, run_tasks(model, tokenizer, written, {}, select and (lambda: select))
 

@@ -21,7 +21,7 @@ from compressx.models.access import InMemory
 from compressx.pipeline.run import plan, run
 from compressx.plugins.manager import load_plugins
 from compressx.prompts.needles import MEASURING
-from compressx.prompts.selection import Selecting
+from compressx.prompts.selection import SelectorSettings
 from compressx.recipe.sections import SelectTokens
 from compressx.runtime.errors import CalibrationError, PluginError, RecipeError, UnsupportedModelError
 from compressx.testing import tiny_model
@@ -88,7 +88,7 @@ def test_with_a_selection_the_model_reads_the_kept_tokens_only(
 
     monkeypatch.setattr(needle, "greedy", counted)
     select = SelectTokens.model_validate({"selector": "recent", "keep": 100, "protect": {"first": 0, "last": 0}})
-    selection = Selecting(select, load_plugins()).prepare(model(), tokenizer)
+    selection = SelectorSettings(select, load_plugins()).prepare(model(), tokenizer)
     told: list[tuple[int, int]] = []
     figures = needle_figures(
         model(), tokenizer, hay, settings(needles=1), selection, progress=lambda i, n: told.append((i, n))
@@ -184,7 +184,7 @@ def test_a_recipe_without_prune_and_selection_is_refused_and_so_is_what_only_pru
 
 
 def test_no_selection_is_prepared_where_nothing_reads_a_prompt(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Selecting, "prepare", lambda *_: pytest.fail("it takes a run of the whole model"))
+    monkeypatch.setattr(SelectorSettings, "prepare", lambda *_: pytest.fail("it takes a run of the whole model"))
     saved = save_tiny(project / "model", "llama")
     report = run(recipe(saved, evaluated=True, select_tokens={"selector": "retrieval-heads", "keep": 0.5}))
     assert set(report.evaluation["pruned"]) == {"token_perplexity"}
@@ -245,12 +245,12 @@ def test_a_selector_with_an_impossible_number_of_queries_is_named(count: Any, to
     changed = dataclasses.replace(plugins, offers={**plugins.offers, "token_selectors": {"gemfilter": spec}})
     select = SelectTokens.model_validate({"selector": "gemfilter", "keep": 0.5})
     with pytest.raises(PluginError, match="needles of token selector 'gemfilter' must return a number of queries"):
-        Selecting(select, changed).prepare(model(), tokenizer)
+        SelectorSettings(select, changed).prepare(model(), tokenizer)
 
 
 def test_that_nothing_is_left_out_is_said_once(tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
     select = SelectTokens.model_validate({"selector": "recent", "keep": 100})
-    selection = Selecting(select, load_plugins()).prepare(model(), tokenizer)
+    selection = SelectorSettings(select, load_plugins()).prepare(model(), tokenizer)
     for _ in range(3):
         selection.select(torch.full((1, 20), 65))
     assert len([r for r in caplog.records if "leaves nothing out" in r.message]) == 1

@@ -16,7 +16,7 @@ from compressx.evaluation.evaluators import evaluate
 from compressx.evaluation.token_perplexity import token_perplexity
 from compressx.models.access import InMemory
 from compressx.plugins.manager import Plugins
-from compressx.prompts.selection import Selecting
+from compressx.prompts.selection import SelectorSettings
 from compressx.runtime.errors import CalibrationError
 from compressx.testing import tiny_model, tiny_tokens
 
@@ -234,7 +234,7 @@ class TestEvaluateCached:
             found = []
             for _ in range(2):
                 before = model.runs
-                selecting = Selecting.from_python(*given, plugins()) if given else None
+                selecting = SelectorSettings.from_python(*given, plugins()) if given else None
                 evaluate(InMemory(model), tokenizer, ready, selecting=selecting, fingerprint="dense")
                 found.append(model.runs > before)
             return found

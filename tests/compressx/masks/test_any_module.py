@@ -109,7 +109,7 @@ def configured() -> nn.Module:
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "other names": (lambda: nn.ModuleDict({"a": nn.Linear(8, 8)}), "'0', which ModuleDict does not have; valid: a$"),
-    "other shapes": (lambda: nn.Sequential(nn.Linear(8, 4)), r"^0: the mask is \[8, 8\] .* the weight \[4, 8\]"),
+    "other shapes": (lambda: nn.Sequential(nn.Linear(8, 4)), r"^0: its mask is \[8, 8\] .* the weight \[4, 8\]"),
     "no linears": (nn.Module, "a mask for '0', which Module does not have; it has no linears$"),
     "a config of its own": (configured, "Sequential does not have; it has no linears$"),
     "DataParallel": (lambda: nn.DataParallel(small()), "wrapped in DataParallel .*; pass its `module`"),

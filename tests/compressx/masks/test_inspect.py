@@ -120,7 +120,7 @@ def test_masks_of_another_model_are_refused(folder):
     MaskSet({"model.layers.0.self_attn.q_proj": entry}).save(folder / "other.safetensors")
     with pytest.raises(
         ArtifactError,
-        match=r"other.safetensors: .*q_proj: its mask is \[2, 2\], the weight \[64, 64\]; give this model's masks",
+        match=r"other.safetensors: .*its mask is \[2, 2\] \[out.*, the weight \[64, 64\]; give this model's masks",
     ):
         inspect(source_of(str(folder)), folder / "other.safetensors")
     MaskSet({"model.layers.9.q_proj": entry}).save(folder / "other.safetensors")

@@ -8,7 +8,6 @@ import torch
 from tests.compressx.two_of_four import out_in, two_of_four
 from torch import nn
 
-from compressx.masks import maskset as masks
 from compressx.masks.maskset import Deviation, MaskEntry, MaskSet, weight_sha256
 from compressx.masks.maskset import squash as squash_held
 from compressx.models.architecture import survey
@@ -64,7 +63,7 @@ def test_applied_masks_make_exact_zeros_where_they_drop_and_touch_nothing_else(a
     assert found.verify(model)
     assert not found.verify(dense)
     found.save(tmp_path / "masks.safetensors")
-    masks.apply(dense, tmp_path / "masks.safetensors", original=True)
+    MaskSet.load(tmp_path / "masks.safetensors").apply(dense, original=True)
     assert unchanged(dense, state_of(model)), "a file does the same to a model built anew"
 
 
@@ -105,7 +104,7 @@ def test_a_mask_of_another_shape_names_the_layer_and_both_shapes_and_nothing_is_
     stored_shape = random_entry(64, 192)  # the module's own [in, out], which is not what a mask is
     bad = MaskSet({**two_of_four(model), "transformer.h.2.attn.c_attn": stored_shape})
     for use in (bad.apply, bad.to_torch_ao, bad.verify):
-        with pytest.raises(ArtifactError, match=r"h\.2\.attn\.c_attn: the mask is \[64, 192\].*weight \[192, 64\]"):
+        with pytest.raises(ArtifactError, match=r"h\.2\.attn\.c_attn: its mask is \[64, 192\].*weight \[192, 64\]"):
             use(model)
     assert unchanged(model, before)
 

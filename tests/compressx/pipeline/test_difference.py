@@ -296,7 +296,7 @@ def test_inspect_refuses_a_base_without_the_head_that_has_a_mask(tuned: tuple[Pa
 def test_masks_of_a_difference_from_other_shapes_are_refused_without_their_base(tuned: tuple[Path, Path]) -> None:
     run(recipe(tuned[1], base={"path": str(tuned[0])}))
     other = save_tiny(tuned[0].with_name("other"), "llama-mqa")
-    assert "k_proj: its mask is [32, 64], the weight [16, 64]" in refused(
+    assert "k_proj: its mask is [32, 64] [out_features, in_features], the weight [16, 64]" in refused(
         "inspect", str(other), "--masks", "out/masks.safetensors"
     )
 

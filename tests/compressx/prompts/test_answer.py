@@ -13,8 +13,7 @@ from torch import Tensor
 
 import compressx
 from compressx.prompts import answer as module
-from compressx.prompts.answer import framed
-from compressx.prompts.frame import frame
+from compressx.prompts.templates import around_text, prompt_of
 from compressx.runtime.errors import CalibrationError, UnsupportedModelError
 from compressx.testing import TINY_CONFIGS, tiny_model
 
@@ -116,49 +115,14 @@ def test_the_question_is_kept_whole_and_the_text_is_shortened_around_it(tokenize
         compressx.generate(endless(), tokenizer, TEXT, question="who sleeps?", keep=20, **given)
 
 
-def test_of_a_chat_the_longest_message_is_shortened_and_all_else_is_kept(tokenizer: Any, read: Any) -> None:
-    tokenizer.chat_template = TEMPLATE
-    chat = [{"role": "system", "content": "be brief"}, {"role": "user", "content": f" {TEXT}\n"},
-            {"role": "user", "content": "who sleeps?"}]  # fmt: skip
-    given = {**EARLY, "protect": {"first": 0, "last": 0}}
-    before, after = "<system>be brief</><user>", "</><user>who sleeps?</><me>"
-    found = compressx.generate(endless(), tokenizer, chat, keep=70, max_new_tokens=1, **given)
-    shown = tokenizer.decode(read[0][0])
-    assert (shown[: len(before)], shown[-len(after) :]) == (before, after)
-    assert (found.prompt_tokens, found.kept_tokens) == (len(before) + len(TEXT) + len(after), 70)
-    whole = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
-    assert tokenizer.decode(framed(tokenizer, chat)[0]) == whole
-
-
-def test_white_space_around_a_message_stays_if_the_template_leaves_it(tokenizer: Any) -> None:
-    tokenizer.chat_template = TEMPLATE.replace(" | trim", "")
-    ids, protected = framed(tokenizer, [{"role": "user", "content": f"\n {TEXT}  "}])
-    assert tokenizer.decode(ids) == f"<user>\n {TEXT}  </><me>"
-    assert tokenizer.decode(ids[~protected]) == TEXT
-
-
-def test_of_several_messages_with_the_same_text_one_is_shortened(tokenizer: Any) -> None:
-    tokenizer.chat_template = TEMPLATE
-    ids, protected = framed(tokenizer, [{"role": "user", "content": TEXT}] * 2)
-    assert tokenizer.decode(ids) == f"<user>{TEXT}</><user>{TEXT}</><me>"
-    assert int((~protected).sum()) == len(TEXT)
-
-
-def test_a_message_of_text_parts_is_shortened_beside_one_that_calls_a_tool(tokenizer: Any) -> None:
-    tokenizer.chat_template = TEMPLATE.replace("m.content", "(m.content or '')")
-    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "clock", "arguments": {}}}]}
-    ids, protected = framed(tokenizer, [call, {"role": "user", "content": [{"type": "text", "text": TEXT}]}])
-    assert tokenizer.decode(ids[~protected]) == TEXT
-
-
 def test_a_text_begins_and_does_not_end_with_the_tokenizers_special_tokens(tokenizer: Any) -> None:
     from tokenizers.processors import TemplateProcessing
 
     special = [("<s>", 1), ("</s>", 2)]
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A </s>", special_tokens=special)
     assert tokenizer("ab")["input_ids"] == [1, 97, 98, 2]
-    assert framed(tokenizer, "ab")[0].tolist() == [1, 97, 98]
-    before, after = frame(tokenizer, "")
+    assert prompt_of(tokenizer, "ab")[0].tolist() == [1, 97, 98]
+    before, after = around_text(tokenizer, "")
     assert (before.tolist(), after.tolist()) == ([1], [])
 
 
@@ -166,21 +130,15 @@ def test_a_text_begins_and_does_not_end_with_the_tokenizers_special_tokens(token
     ("prompt", "template", "said"),
     [
         ("", "", "the prompt is empty; expected a text"),
-        ([], TEMPLATE, "the prompt has no message; expected one or more"),
-        ([{"role": "user", "content": " \n"}], TEMPLATE, "the prompt is empty; expected a text"),
-        ([{"role": "user", "content": TEXT}], "", "the tokenizer has no chat template; give a text"),
-        ([{"role": "user"}], TEMPLATE, "message 0 has no text in 'content', expected {role, content}"),
-        ([{"role": "user", "content": None}], TEMPLATE, "the prompt has no message; expected one or more"),
-        ([{"role": "user", "content": [{"type": "image"}]}], TEMPLATE, "message 0"),
-        ([TEXT], TEMPLATE, "message 0 is str, expected {role, content}"),
-        ([{"role": "user", "content": TEXT}], "{{ raise_exception('no users') }}",
-         r"template refuses the prompt \(roles user; TemplateError: no users\); change the messages"),
-        ([{"role": "user", "content": TEXT}], "{% for m in messages %}{{ m.content * 2 }}{% endfor %}",
-         "writes the long text 2 times, expected once; give token ids to compressx.select_tokens instead"),
+        (TEXT, "{{ raise_exception('no users') }}",
+         r"template refuses the prompt \(TemplateError: no users\); give token ids to compressx.select_tokens instead"),
+        (TEXT, "{% for m in messages %}{{ m.content * 2 }}{% endfor %}", "writes the long text 2 times, expected once"),
         (TEXT, "{{ 'nothing' }}", "writes the long text 0 times, expected once"),
     ],
 )  # fmt: skip
-def test_a_prompt_that_cannot_be_framed_is_refused(prompt: Any, template: str, said: str, tokenizer: Any) -> None:
+def test_a_prompt_that_is_empty_or_that_the_template_takes_is_refused(
+    prompt: Any, template: str, said: str, tokenizer: Any
+) -> None:
     tokenizer.chat_template = template or None
     with pytest.raises(CalibrationError, match=said):
         compressx.generate(tiny_model("llama"), tokenizer, prompt, keep=20, **EARLY)
@@ -192,11 +150,9 @@ def test_what_cannot_be_answered_is_refused_before_the_model_runs(tokenizer: Any
     model = endless()
     model.forward = lambda *_, **__: pytest.fail("it runs")
     tokenizer.chat_template = TEMPLATE
-    chat = [{"role": "user", "content": TEXT}]
     bert = BertForMaskedLM(BertConfig(vocab_size=128, hidden_size=32, num_hidden_layers=1, num_attention_heads=2))
     for subject, prompt, given, said in (
         (model, TEXT, {"max_new_tokens": 0}, "max_new_tokens is 0; expected at least 1"),
-        (model, chat, {"question": "who?"}, "question goes with a text; in messages, ask it in the last one"),
         (model, TEXT, {"selector": None, "max_new_tokens": 100}, "and 100 after it are more than the model's 128 posi"),
         (bert, TEXT, {"selector": None}, "BertForMaskedLM is an encoder"),
     ):

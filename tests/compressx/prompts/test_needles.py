@@ -11,8 +11,8 @@ from torch import Tensor
 from compressx.models.access import InMemory
 from compressx.models.architecture import survey
 from compressx.prompts import needles
-from compressx.prompts.frame import text_ids
-from compressx.prompts.needles import CHOOSING, MEASURING, choosing_ids, hidden, model_facts
+from compressx.prompts.needles import CHOOSING, MEASURING, choosing_ids, model_facts, needle_prompt
+from compressx.prompts.templates import text_ids
 from compressx.runtime.errors import CalibrationError
 from compressx.testing import tiny_model
 
@@ -33,7 +33,7 @@ def hay(tokenizer: Any) -> Tensor:
 
 @pytest.mark.parametrize("fact", FACTS, ids=[fact.answer for fact in FACTS])
 def test_the_sentence_stands_where_it_is_said_and_answers_the_question_at_the_end(fact: Any, either: Any) -> None:
-    prompt = hidden(either, hay(either), fact, 500, 0.5)
+    prompt = needle_prompt(either, hay(either), fact, 500, 0.5)
     assert either.decode(prompt.ids[prompt.places]) == f" {fact.sentence}"
     assert fact.answer in fact.sentence
     assert prompt.answer == fact.answer
@@ -49,16 +49,16 @@ def test_the_sentence_stands_where_it_is_said_and_answers_the_question_at_the_en
 @pytest.mark.parametrize("depth", [0.0, 0.37, 1.0])
 def test_a_prompt_has_exactly_the_length_that_is_asked_for(length: int, depth: float, either: Any) -> None:
     for fact in FACTS:
-        prompt = hidden(either, hay(either), fact, length, depth)
+        prompt = needle_prompt(either, hay(either), fact, length, depth)
         assert len(prompt.ids) == len(prompt.protected) == length
 
 
 def test_text_without_full_stops_keeps_the_depth(either: Any) -> None:
     for stop, marks in (("!", "ab!"), ("", "abc")):
         text = torch.tensor([ord(c) for c in marks * 400])
-        places = [int(hidden(either, text, CHOOSING[0], 1000, depth).places[0]) for depth in (0.25, 0.5, 0.75)]
-        wanted = 1000 - int(hidden(either, text, CHOOSING[0], 1000, 0.5).protected.sum()) - 43
-        first = int((~hidden(either, text, CHOOSING[0], 1000, 0.5).protected).nonzero()[0])
+        places = [int(needle_prompt(either, text, CHOOSING[0], 1000, depth).places[0]) for depth in (0.25, 0.5, 0.75)]
+        wanted = 1000 - int(needle_prompt(either, text, CHOOSING[0], 1000, 0.5).protected.sum()) - 43
+        first = int((~needle_prompt(either, text, CHOOSING[0], 1000, 0.5).protected).nonzero()[0])
         for place, depth in zip(places, (0.25, 0.5, 0.75), strict=True):
             assert abs(place - first - depth * wanted) <= 3, (stop, depth)
 
@@ -67,12 +67,12 @@ def test_the_deeper_the_later_and_always_at_the_end_of_a_sentence(either: Any) -
     text = hay(either)
     starts = []
     for depth in (0.0, 0.1, 0.5, 0.9):
-        prompt = hidden(either, text, CHOOSING[0], 1000, depth)
+        prompt = needle_prompt(either, text, CHOOSING[0], 1000, depth)
         starts.append(int(prompt.places[0]))
         before = either.decode(prompt.ids[: starts[-1]][~prompt.protected[: starts[-1]]])
         assert before == "" or before.endswith("."), depth
-    free = (~hidden(either, text, CHOOSING[0], 1000, 1.0).protected).nonzero()[:, 0]
-    starts.append(int(hidden(either, text, CHOOSING[0], 1000, 1.0).places[0]))
+    free = (~needle_prompt(either, text, CHOOSING[0], 1000, 1.0).protected).nonzero()[:, 0]
+    starts.append(int(needle_prompt(either, text, CHOOSING[0], 1000, 1.0).places[0]))
     assert starts == sorted({*starts})
     assert starts[0] == free[0]
     assert starts[-1] + len(CHOOSING[0].sentence) == free[-1]
@@ -90,7 +90,7 @@ def test_the_hay_is_the_text_from_the_start_that_is_asked_for_and_around_again()
 
     text = torch.arange(1000, 1300)
     for start in (0, 7, 300, 100_000):
-        prompt = hidden(Letters(), text, CHOOSING[0], 200, 0.0, start=start)
+        prompt = needle_prompt(Letters(), text, CHOOSING[0], 200, 0.0, start=start)
         around = prompt.ids[prompt.ids >= 1000]
         first = start % (len(text) - len(around) + 1)
         assert around.tolist() == text[first : first + len(around)].tolist()
@@ -100,7 +100,7 @@ def test_the_hay_is_the_text_from_the_start_that_is_asked_for_and_around_again()
 def test_too_little_hay_and_too_short_prompts_are_refused(length: int, tokens: int, tokenizer: Any) -> None:
     said = rf"a prompt of {length} tokens takes -?\d+ tokens of hay, and the text has {tokens}; expected 1 to {tokens}"
     with pytest.raises(CalibrationError, match=said):
-        hidden(tokenizer, hay(tokenizer)[:tokens], CHOOSING[0], length, 0.5)
+        needle_prompt(tokenizer, hay(tokenizer)[:tokens], CHOOSING[0], length, 0.5)
 
 
 def test_what_is_measured_is_not_what_blocks_are_chosen_by() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,6 @@ import pytest
 import torch
 from pydantic import BaseModel
 from tests.compressx.prompts.selectors import EARLY, PROTECT, Chosen, chosen, plugins_with, prompts
-from torch import Tensor
 
 import compressx
 from compressx.api.selector import AttentionRows, ModelFacts
@@ -22,8 +21,8 @@ from compressx.numerics.tokens import pooled
 from compressx.plugins.manager import Plugins
 from compressx.prompts import selection as module
 from compressx.prompts.scores import read_scores
-from compressx.runtime.errors import CalibrationError, CompressxError, PluginError, RecipeError, UnsupportedModelError
-from compressx.testing import TINY_CONFIGS, save_tiny_model, tiny_model
+from compressx.runtime.errors import CompressxError, PluginError, UnsupportedModelError
+from compressx.testing import TINY_CONFIGS, tiny_model
 
 
 @pytest.mark.parametrize("architecture", [n for n in TINY_CONFIGS if n not in ("mistral", "falcon", "bloom", "gptj")])
@@ -76,23 +75,6 @@ def test_prompts_of_a_batch_are_shortened_one_by_one_whatever_side_their_padding
         assert torch.equal(padded[row, found.places[row]], one.input_ids[0])
 
 
-@pytest.mark.parametrize("kind", [torch.bool, torch.float32, torch.int32])
-def test_a_mask_may_be_of_any_dtype_and_comes_back_as_int64(kind: torch.dtype) -> None:
-    mask = torch.ones(60, dtype=kind)
-    mask[:7] = 0
-    found = compressx.select_tokens(tiny_model("llama"), prompts()[0], attention_mask=mask, keep=20, **EARLY)
-    assert found.attention_mask.dtype == torch.int64
-    assert found.places[0][:2].tolist() == [7, 8]
-    assert found.input_ids.shape == found.attention_mask.shape == (1, 20)
-
-
-def test_ids_of_32_bits_stay_so() -> None:
-    ids = prompts().int()
-    found = compressx.select_tokens(tiny_model("llama"), ids, keep=20, **EARLY)
-    assert found.input_ids.dtype == torch.int32
-    assert torch.equal(found.input_ids, ids[:, found.places[0]])
-
-
 @pytest.mark.parametrize(("first", "last"), [(0, 0), (3, 0), (0, 3), (30, 30), (99, 0), (0, 99)])
 def test_the_first_and_the_last_tokens_are_kept(first: int, last: int) -> None:
     found = compressx.select_tokens(
@@ -127,24 +109,6 @@ def test_prompts_that_are_not_too_long_stay_whole_and_the_log_says_so_once(keep,
     assert not caplog.messages
 
 
-def test_a_prompt_beyond_the_models_positions_is_for_selectors_that_read_no_attention() -> None:
-    model, ids = tiny_model("llama"), prompts(length=200)
-    message = "has 200 tokens, and the model 128 positions, .* to read it for 'gemfilter'.* such as recent"
-    with pytest.raises(CalibrationError, match=message):
-        compressx.select_tokens(model, ids, keep=20, **EARLY)
-    found = compressx.select_tokens(model, ids, selector="recent", keep=20, protect={"first": 4, "last": 0})
-    assert found.places[0].tolist() == [0, 1, 2, 3, *range(184, 200)]
-
-
-def test_a_model_in_training_selects_the_same() -> None:
-    model = tiny_model("gpt2")
-    expected = compressx.select_tokens(model, prompts(2), keep=20, **EARLY)
-    model.train()
-    found = compressx.select_tokens(model, prompts(2), keep=20, **EARLY)
-    assert torch.equal(found.input_ids, expected.input_ids)
-    assert model.training
-
-
 @pytest.fixture
 def facts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Collects how many queries each look at a model has; those of needles take a run of it."""
@@ -152,24 +116,6 @@ def facts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     own = module.model_facts
     monkeypatch.setattr(module, "model_facts", lambda *given: looks.append(given[3]) or own(*given))
     return looks
-
-
-@pytest.mark.slow
-def test_a_choice_of_blocks_is_made_once_for_the_same_weights_options_and_tokenizer(facts, tokenizer) -> None:
-    model, given = tiny_model("llama"), {"keep": 20, "protect": PROTECT, "tokenizer": tokenizer}
-    first = compressx.select_tokens(model, prompts(), **given)
-    again = compressx.select_tokens(model, prompts(), **given)
-    assert facts == [16]
-    assert again.places[0].tolist() == first.places[0].tolist()
-    assert again.reason == first.reason
-    assert "of the hidden sentences of 12 synthetic prompts" in first.reason
-
-    compressx.select_tokens(model, prompts(), **given, options={"block": 1})
-    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}!"
-    compressx.select_tokens(model, prompts(), **given)
-    model.model.layers[0].self_attn.q_proj.weight.data.mul_(-1)
-    compressx.select_tokens(model, prompts(), **given)
-    assert facts == [16] * 4
 
 
 def test_whatever_decides_the_choice_of_blocks_decides_its_key(monkeypatch: pytest.MonkeyPatch, tokenizer: Any) -> None:
@@ -226,133 +172,6 @@ def test_an_answer_that_breaks_the_contract_is_not_cached(facts, tokenizer) -> N
     assert facts == [2, 2]
 
 
-@pytest.mark.slow
-def test_the_tokenizer_is_the_one_beside_the_model_or_has_to_be_given(tmp_path: Path, tokenizer: Any) -> None:
-    from transformers import AutoModelForCausalLM
-
-    saved = save_tiny_model(tmp_path / "model", "llama")
-    given = {"keep": 20, "protect": PROTECT}
-    loaded = AutoModelForCausalLM.from_pretrained(saved)
-    assert compressx.select_tokens(loaded, prompts(), **given).reason
-    tiny_model("llama").save_pretrained(tmp_path / "bare")
-    for model, place in (
-        (AutoModelForCausalLM.from_pretrained(tmp_path / "bare"), str(tmp_path / "bare")),
-        (tiny_model("llama"), "which is not from a folder"),
-    ):
-        with pytest.raises(CalibrationError, match=rf"none beside the model \({place}\); pass tokenizer=\.\.\.$"):
-            compressx.select_tokens(model, prompts(), **given)
-        assert compressx.select_tokens(model, prompts(), **given, tokenizer=tokenizer).reason
-
-
-@pytest.mark.parametrize(
-    ("keep", "said"),
-    [(0, "keep is 0;"), (-3, "keep is -3;"), (1.5, "keep is 1.5;"), (0.0, "keep is 0.0;"), (True, "keep is true;"),
-     ("half", "keep is 'half'; expected a whole number or a number: tokens of a prompt"),
-     (1.0, "keep is 1.0; expected a whole number or less than 1: tokens"),
-     (float("nan"), "keep is nan;"), (float("inf"), "keep is inf;")],
-)  # fmt: skip
-def test_what_is_neither_a_number_nor_a_fraction_of_tokens_is_refused(keep: Any, said: str) -> None:
-    with pytest.raises(RecipeError, match=said):
-        compressx.select_tokens(tiny_model("llama"), prompts(), keep=keep, **EARLY)
-
-
-def test_a_number_below_that_of_the_protected_tokens_is_refused() -> None:
-    for keep, protect in ((5, PROTECT), (50, {"first": 0, "last": 55})):
-        said = f"keep is {keep}, but {sum(protect.values())} tokens of the prompt are protected: .*; raise keep, or low"
-        with pytest.raises(CalibrationError, match=said):
-            compressx.select_tokens(tiny_model("llama"), prompts(), **{**EARLY, "protect": protect}, keep=keep)
-
-
-@pytest.mark.parametrize(
-    ("ids", "mask", "said"),
-    [
-        (torch.ones(2, 0, dtype=torch.int64), None, "prompt 0 has no token; expected one or more"),
-        (torch.ones(0, 5, dtype=torch.int64), None, "input_ids has no prompt; expected one or more"),
-        (torch.ones(1, 1, 5, dtype=torch.int64), None, r"input_ids are torch.int64 \[1, 1, 5\]; expected token ids"),
-        (torch.ones(1, 5), None, r"input_ids are torch.float32 \[1, 5\]; expected token ids, int64 \[batch, tokens\]"),
-        ([[1, 2, 3]], None, "input_ids are list; expected token ids"),
-        (prompts(), torch.ones(1, 59), r"attention_mask is \[1, 59\], expected \[1, 60\] as input_ids"),
-        (prompts(2), torch.ones(60), r"attention_mask is \[60\], expected \[2, 60\]"),
-        (prompts(2), torch.ones(2, 60).index_fill(1, torch.tensor([30]), 0), "prompt 0: expected ones without a gap"),
-        (prompts(2), torch.tensor([[1.0], [0.0]]).expand(2, 60), "prompt 1 has no token"),
-        (prompts() + 100, None, "has the token id 2[0-9]{2}, and LlamaForCausalLM knows 0 to 127; use the model"),
-        (prompts() - 100, None, "the prompt has the token id -[0-9]+, and LlamaForCausalLM knows 0 to 127"),
-    ],
-)  # fmt: skip
-def test_input_that_is_no_batch_of_prompts_is_refused(ids: Any, mask: Tensor | None, said: str) -> None:
-    with pytest.raises(CalibrationError, match=said):
-        compressx.select_tokens(tiny_model("llama"), ids, attention_mask=mask, keep=20, **EARLY)
-
-
-def test_an_unknown_selector_option_or_key_is_refused_with_the_nearest_one() -> None:
-    for given, said in (
-        ({"selector": "gemfiltr", "options": {}}, "no token selector 'gemfiltr'; did you mean 'gemfilter'"),
-        ({"options": {"blok": 1}}, r"unknown option 'blok'; did you mean 'block'\?"),
-        ({"options": {"block": 0.5}}, "select_tokens.options.block"),
-        ({"protect": {"frist": 1}}, r"unknown key 'frist' in protect; did you mean 'first'\?"),
-    ):
-        with pytest.raises(CompressxError, match=said):
-            compressx.select_tokens(tiny_model("llama"), prompts(), keep=20, **{**EARLY, **given})
-
-
-@pytest.mark.parametrize(
-    ("places", "said"),
-    [
-        (torch.tensor([0, 1, 1, 2]), "got 1 followed by 1"),
-        (torch.tensor([0, 3, 2, 4]), "got 3 followed by 2"),
-        (torch.tensor([0, 1, 2, 54]), "got 0 to 54"),
-        (torch.tensor([-1, 1, 2, 3]), "got -1 to 3"),
-        (torch.tensor([0, 1, 2, 3], dtype=torch.int32), r"int64 \[4\]; got torch.int32 \[4\]"),
-        (torch.tensor([0.0, 1, 2, 3]), r"got torch.float32 \[4\]"),
-        (torch.arange(54) < 4, r"got torch.bool \[54\]"),
-        (torch.arange(3), r"got torch.int64 \[3\]"),
-        (torch.arange(4)[None], r"got torch.int64 \[1, 4\]"),
-        ([0, 1, 2, 3], r"got \[0, 1, 2, 3\]"),
-        (None, "got None"),
-    ],
-)
-def test_an_answer_that_breaks_the_contract_is_refused_with_the_selector_named(places: Any, said: str) -> None:
-    message = "token selector 'mine': expected 4 different places from 0 to 53 in ascending order.*" + said
-    with pytest.raises(PluginError, match=message):
-        chosen(Chosen(answer=lambda scores, keep: places))
-
-
-@pytest.mark.parametrize(
-    ("rows", "said"),
-    [
-        ((1,), r"must return AttentionRows, got \(1,\)"),
-        (None, "must return AttentionRows, got None"),
-        (AttentionRows((2, 1)), r"blocks as whole numbers in ascending order, got \(2, 1\)"),
-        (AttentionRows((1, 1)), r"blocks as whole numbers in ascending order, got \(1, 1\)"),
-        (AttentionRows((0.5,)), r"blocks as whole numbers in ascending order, got \(0.5,\)"),
-        (AttentionRows(1), "blocks as whole numbers in ascending order, got 1"),
-        (AttentionRows((1,), ()), r"heads as whole numbers, or None for all, got \(\)"),
-        (AttentionRows((1,), (0, 4)), "asks for head 4; expected 0 to 3"),
-        (AttentionRows((1,), (-1,)), "asks for head -1; expected 0 to 3"),
-        (AttentionRows((1,), queries=0), "at least one query, got 0"),
-        (AttentionRows((1,), queries=None), "at least one query, got None"),
-    ],
-)  # fmt: skip
-def test_rows_that_a_selector_cannot_ask_for_are_refused_with_the_selector_named(rows: Any, said: str) -> None:
-    with pytest.raises(PluginError, match="observe of token selector 'mine' .*" + said):
-        chosen(Chosen(rows))
-
-
-def test_blocks_that_the_model_does_not_have_or_cannot_read_are_refused() -> None:
-    with pytest.raises(UnsupportedModelError, match="LlamaForCausalLM has no block 3; expected 0 to 2"):
-        chosen(Chosen(AttentionRows((1, 3))))
-    with pytest.raises(UnsupportedModelError, match=r"layers\.2: .* use block 1$"):
-        compressx.select_tokens(tiny_model("gemma3"), prompts(), keep=20, **{**EARLY, "options": {"block": 2}})
-
-
-@pytest.mark.parametrize("selector", ["gemfilter", "snapkv", "retrieval-heads"])
-def test_a_model_of_windows_alone_is_refused_before_a_tokenizer_is_looked_for(selector: str) -> None:
-    with pytest.raises(UnsupportedModelError, match="no block does; use a selector that reads no attention"):
-        compressx.select_tokens(tiny_model("mistral"), prompts(), selector=selector, keep=20, protect=PROTECT)
-    found = compressx.select_tokens(tiny_model("mistral"), prompts(), selector="recent", keep=20, protect=PROTECT)
-    assert found.places[0].tolist() == [0, 1, *range(42, 60)]
-
-
 def test_numbers_of_numpy_and_torch_are_numbers() -> None:
     rows = AttentionRows((np.int64(1),), torch.tensor([0, 3]), torch.tensor(2))  # type: ignore[arg-type]
     selector = Chosen(rows)
@@ -370,6 +189,69 @@ def test_a_defect_of_a_selector_is_blamed_on_it() -> None:
         chosen(selector)
     selector.observe = defect  # type: ignore[method-assign]
     with pytest.raises(PluginError, match=r"observe of token selector 'mine' failed on LlamaForCausalLM: KeyError"):
+        chosen(selector)
+
+
+ONES = partial(torch.ones, dtype=torch.int64)
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    *(({"keep": x}, rf"keep is {x};") for x in (0, 1.5, 0.0)),
+    ({"keep": "half"}, "keep is 'half'; expected a whole number or a number: tokens of a prompt"),
+    ({"keep": 1.0}, "keep is 1.0; expected a whole number or less than 1: tokens"),
+    ({"keep": 5}, "keep is 5, but 6 tokens of the prompt are protected: .*; raise keep, or lower protect"),
+    ({"ids": ONES(2, 0)}, "prompt 0 has no token; expected one or more"),
+    ({"ids": ONES(0, 5)}, "input_ids has no prompt; expected one or more"),
+    ({"ids": ONES(1, 1, 5)}, r"input_ids are torch.int64 \[1, 1, 5\]; expected token ids"),
+    ({"ids": torch.ones(1, 5)}, r"input_ids are torch.float32 \[1, 5\]; expected token ids, int64 \[batch, tokens\]"),
+    ({"ids": [[1, 2, 3]]}, "input_ids are list; expected token ids"),
+    ({"ids": prompts() + 100}, "has the token id 2[0-9]{2}, and LlamaForCausalLM knows 0 to 127; use the model"),
+    ({"ids": prompts(length=200)}, "has 200 tokens, and the model 128 positions, .* for 'gemfilter'.* such as recent"),
+    ({"attention_mask": torch.ones(1, 59)}, r"attention_mask is \[1, 59\], expected \[1, 60\] as input_ids"),
+    (
+        {"attention_mask": torch.ones(1, 60).index_fill(1, torch.tensor([30]), 0)},
+        "prompt 0: expected ones without a gap",
+    ),
+    ({"selector": "gemfiltr", "options": {}}, "no token selector 'gemfiltr'; did you mean 'gemfilter'"),
+    ({"selector": "retrieval-heads", "options": {}}, r"need the model's tokenizer; pass tokenizer=\.\.\."),
+    ({"options": {"blok": 1}}, r"unknown option 'blok'; did you mean 'block'\?"),
+    ({"options": {"block": 0.5}}, "select_tokens.options.block"),
+    ({"options": {"block": 3}}, "LlamaForCausalLM has no block 3; expected 0 to 2"),
+    ({"protect": {"frist": 1}}, r"unknown key 'frist' in protect; did you mean 'first'\?"),
+    ({"model": "gemma3", "options": {"block": 2}}, r"layers\.2: .* use block 1$"),
+    (
+        {"model": "mistral", "selector": "snapkv", "options": {}},
+        "no block does; use a selector that reads no attention",
+    ),
+]
+
+
+@pytest.mark.parametrize(("given", "said"), REFUSED)
+def test_what_tokens_cannot_be_selected_from_is_refused(given: dict[str, Any], said: str) -> None:
+    asked = {"model": "llama", "ids": prompts(), "keep": 20, **EARLY, **given}
+    with pytest.raises(CompressxError, match=said):
+        compressx.select_tokens(tiny_model(asked.pop("model")), asked.pop("ids"), **asked)
+
+
+@pytest.mark.parametrize(
+    ("selector", "said"),
+    [
+        *((Chosen(answer=lambda scores, keep, x=x: x), "expected 4 different places from 0 to 53 in asc.*" + told)
+          for x, told in (
+            (torch.tensor([0, 1, 1, 2]), r"got \[0, 1, 1, 2\]"), (torch.tensor([0, 3, 2, 4]), r"got \[0, 3, 2, 4\]"),
+            (torch.tensor([0, 1, 2, 54]), "got"), (torch.tensor([-1, 1, 2, 3]), "got"),
+            (torch.tensor([0.0, 1, 2, 3]), r"int64 \[4\]; got torch.float32 \[4\]"),
+            (torch.arange(3), r"got torch.int64 \[3\]"), ([0, 1, 2, 3], r"got \[0, 1, 2, 3\]"), (None, "got None"))),
+        *((Chosen(rows), told) for rows, told in (
+            ((1,), r"must return AttentionRows, got \(1,\)"),
+            (AttentionRows((2, 1)), r"blocks as whole numbers in ascending order, got \(2, 1\)"),
+            (AttentionRows((0.5,)), r"blocks as whole numbers in ascending order, got \(0.5,\)"),
+            (AttentionRows((1,), ()), r"heads as whole numbers, or None for all, got \(\)"),
+            (AttentionRows((1,), (0, 4)), "asks for head 4; expected 0 to 3"),
+            (AttentionRows((1,), (-1,)), "asks for head -1; expected 0 to 3"),
+            (AttentionRows((1,), queries=0), "at least one query, got 0"))),
+    ],
+)  # fmt: skip
+def test_an_answer_that_breaks_the_contract_is_refused_with_the_selector_named(selector: Chosen, said: str) -> None:
+    with pytest.raises(PluginError, match="token selector 'mine'.*" + said):
         chosen(selector)
 
 
