@@ -7,7 +7,6 @@ import json
 import shlex
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +27,7 @@ from compressx.cli.common import (
 from compressx.runtime.files import json_text
 
 if TYPE_CHECKING:
-    from compressx.models.packed_folder import Progress, Sizes
+    from compressx.models.packed_folder import Sizes
     from compressx.prompts.selection import SelectorSettings
     from compressx.recipe.sources import ModelSource
 
@@ -345,13 +344,11 @@ def export(
 @click.command(epilog="Example: compressx pack runs/one")
 @click.argument("model", type=PATH)
 @click.option("-o", "--output", type=PATH, help="New folder to write; by default MODEL-packed.")
-@click.option("--compress/--no-compress", default=True, show_default=True,
-              help="Compress masks and exponents, or store nothing but bit masks and values.")  # fmt: skip
 @click.option("--base", metavar="MODEL",
               help="Store only what differs from this model, a folder or hub id; unpacking needs it.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print the sizes as JSON.")
 @errors_for_users
-def pack(model: Path, output: Path | None, compress: bool, base: str | None, as_json: bool) -> None:
+def pack(model: Path, output: Path | None, base: str | None, as_json: bool) -> None:
     """Write MODEL, an output folder or a model's folder, without its zeros, or without what a base model has, too.
 
     Nothing is lost: compressx unpack restores every byte, and compressx reads packed folders like others.
@@ -366,7 +363,7 @@ def pack(model: Path, output: Path | None, compress: bool, base: str | None, as_
     output = output or _beside(model, "packed")
     begin, against = time.perf_counter(), None if base is None else find_base(base)
     with terminal.under_way() as tell:
-        sizes = pack_folder(model, output, compress=compress, base=against, progress=_file_by_file(tell))
+        sizes = pack_folder(model, output, base=against, progress=tell)
     _show(sizes, output, time.perf_counter() - begin, as_json=as_json)
 
 
@@ -386,12 +383,8 @@ def unpack(folder: Path, output: Path | None, base: str | None, as_json: bool) -
     output = output or _beside(folder, "unpacked")
     begin, against = time.perf_counter(), None if base is None else find_base(base)
     with terminal.under_way() as tell:
-        sizes = unpack_folder(folder, output, base=against, progress=_file_by_file(tell))
+        sizes = unpack_folder(folder, output, base=against, progress=tell)
     _show(sizes, output, time.perf_counter() - begin, as_json=as_json)
-
-
-def _file_by_file(tell: Callable[[str], None]) -> Progress:
-    return lambda done, total, name: tell(f"{name}, {done + 1} of {total}" if name else "flush to disk")
 
 
 def _beside(folder: Path, ending: str) -> Path:

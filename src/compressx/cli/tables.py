@@ -191,16 +191,12 @@ def of_packed(sizes: Sizes) -> Iterator[Section]:
     for kind, masked in (("tensors with zeros", True), ("other tensors", False)):
         kinds[kind] = [tensor for tensor in sizes.tensors if tensor.masked == masked and not tensor.differs]
     for kind, some in kinds.items():
-        dense, packed = (sum(t.bytes for t in some), sum(t.packed_bytes for t in some))
-        rows.append((kind, *_shares(dense, packed, sum(t.mask_and_values for t in some))))
-    predicted = sum(tensor.mask_and_values for tensor in sizes.tensors)
-    rows.append(("files of weights", *_shares(sizes.bytes, sizes.packed_bytes, predicted)))
-    whole = (n + sizes.other_bytes for n in (sizes.bytes, sizes.packed_bytes, predicted))
-    rows.append(("the whole folder", *_shares(*whole)))
-    megabytes = [Column(name, ".1f") for name in ("dense, MB", "packed, MB")]
-    shares = [Column(name, ".2%") for name in ("packed / dense", "masks and values / dense")]
-    yield Section(f"Packed: {sizes.folder}", table=table(["", *megabytes, *shares], rows), note=sizes.needs)
+        rows.append((kind, *_share(sum(t.bytes for t in some), sum(t.packed_bytes for t in some))))
+    rows.append(("files of weights", *_share(sizes.bytes, sizes.packed_bytes)))
+    rows.append(("the whole folder", *_share(sizes.bytes + sizes.other_bytes, sizes.packed_bytes + sizes.other_bytes)))
+    columns = [Column("dense, MB", ".1f"), Column("packed, MB", ".1f"), Column("packed / dense", ".2%")]
+    yield Section(f"Packed: {sizes.folder}", table=table(["", *columns], rows), note=sizes.needs)
 
 
-def _shares(dense: int, packed: int, predicted: int) -> tuple[Value, ...]:
-    return dense / 1e6, packed / 1e6, packed / dense if dense else None, predicted / dense if dense else None
+def _share(dense: int, packed: int) -> tuple[Value, ...]:
+    return dense / 1e6, packed / 1e6, packed / dense if dense else None

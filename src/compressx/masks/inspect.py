@@ -16,7 +16,7 @@ from compressx.masks.maskset import shrunk_note
 from compressx.models.access import Access, differences
 from compressx.models.architecture import survey
 from compressx.models.checkpoint import find_checkpoint
-from compressx.models.packed_folder import Sizes, is_packed, sizes_of
+from compressx.models.packed_folder import Sizes, is_packed, packed_sizes
 from compressx.models.shards import OUTSIDE
 from compressx.models.streaming import open_base, open_model
 from compressx.numerics.masked import count_in_groups
@@ -172,7 +172,7 @@ def inspect(
         access = replace(access, base=open_base(base, torch.device("cpu")))  # type: ignore[type-var]
         _refuse_other_linears(access, names)
     found = tuple(_inspected(access, names, entries, progress))
-    packed = sizes_of(path) if path is not None and is_packed(path) else None
+    packed = packed_sizes(path) if path is not None and is_packed(path) else None
     return Inspection(names[0], found, None if masks is None else str(masks), packed, names[1] if base else None)
 
 

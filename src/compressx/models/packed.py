@@ -70,7 +70,7 @@ def mask_bytes(elements: int) -> int:
     return -(-elements // 8)
 
 
-def encode(elements: Elements, *, compress: bool) -> tuple[int, list[bytes]]:
+def encode(elements: Elements) -> tuple[int, list[bytes]]:
     """Leave the zeros of elements [elements] out, if their mask takes less than they do, and compress what is left.
 
     Returns:
@@ -81,11 +81,9 @@ def encode(elements: Elements, *, compress: bool) -> tuple[int, list[bytes]]:
     kept = int(np.count_nonzero(stored))
     if mask_bytes(elements.size) < (elements.size - kept) * size:
         mask = np.packbits(stored, bitorder="little")
-        streams.append(_deflated(mask) if compress else mask.tobytes())
+        streams.append(_deflated(mask))
         elements = elements[stored]
     kept = elements.size
-    if not compress:
-        return kept, [*streams, elements.tobytes()]
     planes = _rotated(elements, 1).view(np.uint8).reshape(kept, size).T  # [size, kept], the lowest byte first
     bytewise = [_deflated(np.ascontiguousarray(plane)) for plane in planes]
     if sum(map(len, bytewise)) == kept * size:
@@ -145,13 +143,13 @@ def _rotated(elements: Elements, bits: int) -> Elements:
     return (elements << left) | (elements >> right)
 
 
-def difference(elements: Elements, base: Elements | None) -> Elements:
+def difference_from(elements: Elements, base: Elements | None) -> Elements:
     """Return what is stored of elements [elements], given those of the base; themselves if there is none."""
     return elements if base is None else _folded(elements - base)
 
 
-def restored(stored: Elements, base: Elements | None) -> Elements:
-    """Return the elements of which `difference` returned `stored`."""
+def added_to(stored: Elements, base: Elements | None) -> Elements:
+    """Return the elements of which `difference_from` returned `stored`."""
     return stored if base is None else _folded(stored) + base
 
 
@@ -297,16 +295,6 @@ def layout_in(header: str, path: Path) -> Layout:
     return Layout(header, 8 + len(header.encode()), read.metadata or {}, tensors)
 
 
-def opened(path: Path) -> BinaryIO:
-    """Open a file to read bytes.
-
-    Raises:
-        ArtifactError: it cannot be opened.
-    """
-    with os_errors_named("read", path):
-        return path.open("rb")
-
-
 def pieces_of(file: BinaryIO, start: int, tensor: TensorBytes) -> Iterator[Elements]:
     """Yield the bytes of a tensor as integers, piece by piece; `start` is the byte after the file's header.
 
@@ -320,7 +308,7 @@ def pieces_of(file: BinaryIO, start: int, tensor: TensorBytes) -> Iterator[Eleme
         yield np.frombuffer(data, dtype_of_size(tensor.unit))
 
 
-def sha256_of(file: BinaryIO, start: int, tensor: TensorBytes) -> str:
+def tensor_sha256(file: BinaryIO, start: int, tensor: TensorBytes) -> str:
     """Return the sha256 of a tensor's bytes, hexadecimal; arguments and errors are those of `pieces_of`."""
     digest = hashlib.sha256()
     for piece in pieces_of(file, start, tensor):
@@ -350,7 +338,7 @@ class Base:
     def pieces(self, name: str, digest: hashlib._Hash) -> Iterator[Elements]:
         """Yield a tensor as `pieces_of` does, and add what is yielded to a digest."""
         path, start, tensor = self.tensors[name]
-        with opened(path) as file:
+        with path.open("rb") as file:
             for piece in pieces_of(file, start, tensor):
                 digest.update(piece.data)
                 yield piece
@@ -359,7 +347,7 @@ class Base:
 Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
-class _StoredPiece(BaseModel):
+class _StoredTensor(BaseModel):
     """The metadata of one tensor."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
@@ -376,7 +364,7 @@ class _Metadata(BaseModel):
     version: Literal[1, 2]
     digest: Sha256
     header: str
-    tensors: Annotated[dict[str, _StoredPiece], WrapValidator(one_by_one)]
+    tensors: Annotated[dict[str, _StoredTensor], WrapValidator(one_by_one)]
     base: str | None = Field(None, max_length=200)
 
     @model_validator(mode="after")
@@ -390,7 +378,7 @@ class _Entry(NamedTuple):
     """A tensor of the original, and what is stored of it: the bytes from `begin` to `end` after the header."""
 
     tensor: TensorBytes
-    stored: _StoredPiece
+    stored: _StoredTensor
     begin: int
     end: int
 
@@ -425,7 +413,6 @@ class PackedTensor:
         packed_bytes: in the packed file, without its share of the header.
         masked: whether zeros are left out.
         differs: whether its difference from the base is stored, so that the zeros are what both have.
-        mask_and_values: bytes of its masks and stored elements before compression, which is what arithmetic predicts.
     """
 
     name: str
@@ -433,7 +420,6 @@ class PackedTensor:
     packed_bytes: int
     masked: bool
     differs: bool
-    mask_and_values: int
 
 
 class PackedFile:
@@ -479,11 +465,9 @@ class PackedFile:
         """Yield the size of each tensor, in the order of the file."""
         for entry in self._entries:
             tensor = entry.tensor
-            counts = [(n, kept) for n, (kept, *_) in zip(tensor.pieces, entry.pieces, strict=True)]
-            predicted = sum(kept * tensor.unit + (kept < n) * mask_bytes(n) for n, kept in counts)
-            masked = any(kept < n for n, kept in counts)
+            masked = any(kept < n for n, (kept, *_) in zip(tensor.pieces, entry.pieces, strict=True))
             differs = entry.stored.base is not None
-            yield PackedTensor(tensor.name, tensor.bytes, entry.end - entry.begin, masked, differs, predicted)
+            yield PackedTensor(tensor.name, tensor.bytes, entry.end - entry.begin, masked, differs)
 
     def check_base(self, base: Base | None) -> None:
         """Refuse a base whose headers show that it is another one, or none where one is needed."""
@@ -504,7 +488,7 @@ class PackedFile:
                 written.
         """
         self.check_base(base)
-        with opened(self.path) as file, written_whole(target) as beside, beside.open("wb") as out:
+        with self.path.open("rb") as file, written_whole(target) as beside, beside.open("wb") as out:
             header = self._header.encode()
             out.write(len(header).to_bytes(8, "little") + header)
             for entry in self._entries:
@@ -512,7 +496,7 @@ class PackedFile:
                 name, used = entry.tensor.name, None if entry.stored.base is None else base
                 others = repeat(None) if used is None else used.pieces(name, below)
                 for piece, other in zip(self._decoded(file, entry), others, strict=False):
-                    elements = restored(piece, other)
+                    elements = added_to(piece, other)
                     digest.update(elements.data)
                     out.write(elements.data)
                 if used is not None and below.hexdigest() != entry.stored.base:
@@ -532,8 +516,8 @@ class PackedFile:
         found = layout_of(original)
         if found.header != self._header:
             return False
-        with opened(original) as file:
-            return all(sha256_of(file, found.start, entry.tensor) == entry.stored.sha256 for entry in self._entries)
+        with original.open("rb") as file:
+            return all(tensor_sha256(file, found.start, entry.tensor) == entry.stored.sha256 for entry in self._entries)
 
     def _decoded(self, file: BinaryIO, entry: _Entry) -> Iterator[Elements]:
         """Yield the elements of a tensor, piece by piece."""
@@ -547,8 +531,8 @@ class PackedFile:
                 raise _damaged(self.path, f"{entry.tensor.name} cannot be unpacked ({error})") from error
 
 
-def pack_file(source: Path, target: Path, *, compress: bool = True, base: Base | None = None) -> None:
-    """Write a safetensors file in packed form, atomically; if not `compress`, a tensor is its mask and its values.
+def pack_file(source: Path, target: Path, *, base: Base | None = None) -> None:
+    """Write a safetensors file in packed form, atomically.
 
     Of a tensor that a base has, too, the difference is stored if that makes its first elements smaller.
 
@@ -557,20 +541,20 @@ def pack_file(source: Path, target: Path, *, compress: bool = True, base: Base |
     """
     text, start, _, tensors = layout_of(source)
     room, entries = _room(text, tensors, base), []
-    with opened(source) as file, written_whole(target) as beside, beside.open("wb") as out:
+    with source.open("rb") as file, written_whole(target) as beside, beside.open("wb") as out:
         out.seek(8 + room)
         for tensor in tensors:
             digest, below, pieces, begin = hashlib.sha256(), hashlib.sha256(), [], out.tell() - 8 - room
-            used = base if base is not None and _pays(file, start, tensor, base, compress) else None
+            used = base if base is not None and _pays(file, start, tensor, base) else None
             others = repeat(None) if used is None else used.pieces(tensor.name, below)
             for elements, other in zip(pieces_of(file, start, tensor), others, strict=False):
                 digest.update(elements.data)
-                kept, streams = encode(difference(elements, other), compress=compress)
+                kept, streams = encode(difference_from(elements, other))
                 out.writelines(streams)
                 pieces.append([kept, *map(len, streams)])
             under = None if used is None else below.hexdigest()
             whole = under is None and pieces == _as_it_is(tensor)
-            stored = _StoredPiece(sha256=digest.hexdigest(), pieces=None if whole else pieces, base=under)
+            stored = _StoredTensor(sha256=digest.hexdigest(), pieces=None if whole else pieces, base=under)
             entries.append(_Entry(tensor, stored, begin, out.tell() - 8 - room))
         header = _header_of(text, entries, base)
         assert len(header) <= room, f"{target}: the header takes {len(header)} bytes of {room}"  # noqa: S101
@@ -578,7 +562,7 @@ def pack_file(source: Path, target: Path, *, compress: bool = True, base: Base |
         out.write(room.to_bytes(8, "little") + header.ljust(room))
 
 
-def _pays(file: BinaryIO, start: int, tensor: TensorBytes, base: Base, compress: bool) -> bool:
+def _pays(file: BinaryIO, start: int, tensor: TensorBytes, base: Base) -> bool:
     """Return whether the first elements of a tensor are smaller as differences from the base, if that has the tensor.
 
     Zeros that pruning made are none in a difference, and every tensor of an unrelated model differs.
@@ -586,8 +570,8 @@ def _pays(file: BinaryIO, start: int, tensor: TensorBytes, base: Base, compress:
     if not base.like(tensor) or not tensor.pieces:
         return False
     elements = next(pieces_of(file, start, tensor))[:_FIRST]
-    ways = (difference(elements, next(base.pieces(tensor.name, hashlib.sha256()))[:_FIRST]), elements)
-    less, plain = (sum(map(len, encode(way, compress=compress)[1])) for way in ways)
+    ways = (difference_from(elements, next(base.pieces(tensor.name, hashlib.sha256()))[:_FIRST]), elements)
+    less, plain = (sum(map(len, encode(way)[1])) for way in ways)
     return less < plain
 
 
@@ -599,7 +583,7 @@ def _room(original: str, tensors: Sequence[TensorBytes], base: Base | None) -> i
     entries, under = [], None if base is None else "0" * 64
     for tensor in tensors:
         pieces = [[n, mask_bytes(n), *[n] * tensor.unit] for n in tensor.pieces]
-        stored = _StoredPiece(sha256="0" * 64, pieces=pieces, base=under)
+        stored = _StoredTensor(sha256="0" * 64, pieces=pieces, base=under)
         entries.append(_Entry(tensor, stored, tensor.begin, tensor.end))
     length = len(_header_of(original, entries, base)) + len(original)
     return length + -length % 8
@@ -625,7 +609,7 @@ def _as_it_is(tensor: TensorBytes) -> list[list[int]]:
     return [[elements, elements * tensor.unit] for elements in tensor.pieces]
 
 
-def _digest(original: str, tensors: Mapping[str, _StoredPiece]) -> str:
+def _digest(original: str, tensors: Mapping[str, _StoredTensor]) -> str:
     described = {name: stored.model_dump(exclude_defaults=True) for name, stored in tensors.items()}
     return hashlib.sha256(json.dumps([original, described]).encode()).hexdigest()
 

@@ -11,25 +11,21 @@ import hashlib
 import json
 import logging
 import shutil
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
-
-from pydantic import BaseModel, Field
+from typing import Any
 
 from compressx.api.exporter import ExporterSpec, FinishedModel
 from compressx.api.hooks import hookimpl
+from compressx.api.pruner import NoOptions
 from compressx.models.export import copy_files, model_folder, output_folder, room_for, without_links
 from compressx.models.packed import Base, PackedFile, PackedTensor, TensorBytes, layout_of, pack_file
 from compressx.models.shards import check_files, files_in
 from compressx.runtime.cache import cache_folder
 from compressx.runtime.errors import ArtifactError, one_line
 from compressx.runtime.files import BLOCKS, STATE, locked, os_errors_named, regular, sha256_of
-
-Progress: TypeAlias = Callable[[int, int, str], None]
-"""Called with the number of finished weight files, their number, and the name of the next."""
 
 _PLAIN, _PACKED = ".safetensors", ".packed.safetensors"
 _INDEX = "model.packed.safetensors.index.json"
@@ -80,7 +76,7 @@ def is_packed(folder: Path) -> bool:
 def needs_base(model: Path | str) -> bool:
     """Return whether a model is a folder that is packed against a base; a damaged one is an `ArtifactError`."""
     folder = model_folder(Path(model).expanduser())
-    return is_packed(folder) and any(PackedFile(path).base is not None for path in _packed_files(folder))
+    return is_packed(folder) and any(file.base is not None for file in _packed_files(folder))
 
 
 def base_in(folder: Path, name: str | None = None) -> Base:
@@ -97,26 +93,25 @@ def base_in(folder: Path, name: str | None = None) -> Base:
     return Base(one_line(name or hub or home.name), folder, tensors)
 
 
-def sizes_of(folder: Path) -> Sizes:
+def packed_sizes(folder: Path) -> Sizes:
     """Return the sizes of a packed folder; reads headers only.
 
     Raises:
         ArtifactError: a file that is missing, damaged or not packed.
     """
     model = model_folder(folder)
-    files = [PackedFile(path) for path in _packed_files(model)]
+    files = _packed_files(model)
     tensors = tuple(tensor for file in files for tensor in file.sizes())
-    packed_bytes = sum(file.path.stat().st_size for file in files)
     base = next((file.base for file in files if file.base is not None), None)
-    others = _others(folder, folder, [file.path for file in files], _PACKED, _PLAIN)[0]
-    other = sum(path.stat().st_size for path in others.values())
-    return Sizes(model, tensors, sum(file.original_bytes for file in files), packed_bytes, other, base)
+    others = _others(folder, folder, [file.path for file in files])[0].values()
+    original, packed = sum(file.original_bytes for file in files), sum(file.path.stat().st_size for file in files)
+    return Sizes(model, tensors, original, packed, sum(path.stat().st_size for path in others), base)
 
 
 def pack_folder(
-    source: Path, output: Path, *, compress: bool = True, base: Base | None = None, progress: Progress | None = None
+    source: Path, output: Path, *, base: Base | None = None, progress: Callable[[str], None] = lambda _: None
 ) -> Sizes:
-    """Pack a model's folder, or an output folder with one.
+    """Pack a model's folder, or an output folder with one; `progress` is told each file.
 
     Raises:
         ArtifactError: an existing output, a folder that is packed or holds no complete safetensors model, a base that
@@ -129,9 +124,9 @@ def pack_folder(
     if base is not None:
         _check_common(plain, base)
     with _new(source, output) as building:
-        if left := _pack(plain, source, building, compress, base, progress):
+        if left := _pack(plain, source, building, base, progress):
             _log.warning("%s: %s", source, left)
-    return sizes_of(output)
+    return packed_sizes(output)
 
 
 def _check_common(plain: list[Path], base: Base) -> None:
@@ -150,13 +145,14 @@ def _check_common(plain: list[Path], base: Base) -> None:
 
 
 def _pack(
-    plain: list[Path], source: Path, building: Path, compress: bool, base: Base | None, progress: Progress | None = None
+    plain: list[Path], source: Path, building: Path, base: Base | None, progress: Callable[[str], None]
 ) -> str | None:
     """Fill a folder with the packed files of another one, and say what is left out."""
-    others, left = _others(source, building, plain, _PLAIN, _PACKED)
+    others, left = _others(source, building, plain)
     copy_files(others)
-    for path, target in _each(plain, source, building, _PLAIN, _PACKED, progress):
-        pack_file(path, target, compress=compress, base=base)
+    for path in plain:
+        progress(path.name)
+        pack_file(path, _place(path, source, building), base=base)
     return left
 
 
@@ -170,8 +166,10 @@ def _plain_files(model: Path) -> list[Path]:
     return [model / name for name in check_files(model)]
 
 
-def unpack_folder(source: Path, output: Path, *, base: Base | None = None, progress: Progress | None = None) -> Sizes:
-    """Restore what `pack_folder` packed, weight files byte for byte.
+def unpack_folder(
+    source: Path, output: Path, *, base: Base | None = None, progress: Callable[[str], None] = lambda _: None
+) -> Sizes:
+    """Restore what `pack_folder` packed, weight files byte for byte; `progress` is told each file.
 
     Raises:
         ArtifactError: an existing output, a folder that is not packed, a missing or damaged file, another base than it
@@ -181,18 +179,18 @@ def unpack_folder(source: Path, output: Path, *, base: Base | None = None, progr
         raise ArtifactError(
             f"{source} is not packed: {model_folder(source)} has no *{_PACKED}, as compressx pack writes"
         )
-    sizes = sizes_of(source)  # before anything is written, every header is read
-    packed = _packed_files(model_folder(source))
-    _check_base(source, [PackedFile(path) for path in packed], base)
+    sizes, files = packed_sizes(source), _packed_files(model_folder(source))
+    _check_base(source, files, base)
     if sizes.bytes > (free := room_for(output)[1]):  # of zeros a small file can hold any number
         raise ArtifactError(f"{source} unpacked takes {sizes.bytes} bytes, {output} can have {free}; free some space")
     with _new(source, output) as building:
-        others, left = _others(source, building, packed, _PACKED, _PLAIN)
+        others, left = _others(source, building, [file.path for file in files])
         if left:
             _log.warning("%s: %s", source, left)
         copy_files(others)
-        for path, target in _each(packed, source, building, _PACKED, _PLAIN, progress):
-            PackedFile(path).unpack(target, base=base)
+        for file in files:
+            progress(file.path.name)
+            file.unpack(_place(file.path, source, building), base=base)
     return sizes
 
 
@@ -211,7 +209,7 @@ def unpacked(folder: Path, base: Base | None = None) -> Path:
         ArtifactError: a missing or damaged file, another base than it was packed against, or a cache that cannot be
             written.
     """
-    files = [PackedFile(path) for path in _packed_files(folder)]
+    files = _packed_files(folder)
     _check_base(folder, files, base)  # whether or not there is a copy
     target = cache_folder() / "unpacked" / _key(folder, files)
     if not _is_whole(target, folder, files):
@@ -232,15 +230,15 @@ def unpacked(folder: Path, base: Base | None = None) -> Path:
 def _key(folder: Path, files: list[PackedFile]) -> str:
     """Name a folder by its content."""
     digest = hashlib.sha256(json.dumps([[file.path.name, file.digest] for file in files]).encode())
-    for path in _others(folder, folder, [file.path for file in files], _PACKED, _PLAIN)[0].values():
+    for path in _others(folder, folder, [file.path for file in files])[0].values():
         digest.update(json.dumps([path.relative_to(folder).as_posix(), sha256_of(path)]).encode())
     return digest.hexdigest()[:32]
 
 
 def _is_whole(target: Path, folder: Path, files: list[PackedFile]) -> bool:
     """Return whether a copy has the files of a folder and no others, by their sha256; sizes and times prove nothing."""
-    weights = dict(_each([file.path for file in files], folder, target, _PACKED, _PLAIN, None))
-    others, _ = _others(folder, target, weights, _PACKED, _PLAIN)
+    weights = {file.path: _place(file.path, folder, target) for file in files}
+    others, _ = _others(folder, target, weights)
     found = {path for path in target.rglob("[!.]*") if path.is_symlink() or not path.is_dir()}
     if found != {*others, *weights.values()} or any(path.is_symlink() for path in (target, *found)):
         return False
@@ -251,42 +249,37 @@ def _is_whole(target: Path, folder: Path, files: list[PackedFile]) -> bool:
         return False
 
 
-def _packed_files(model: Path) -> list[Path]:
-    """Return the packed files of a model: the single one, or all that its index names."""
+def _packed_files(model: Path) -> list[PackedFile]:
+    """Open the packed files of a model: the single one, or all that its index names."""
     index = model / _INDEX
     names = {f"model{_PACKED}"}
     if index.exists() and not (model / f"model{_PACKED}").is_file():
         names = {name.removesuffix(_PLAIN) + _PACKED for name in files_in(index).values()}
     if missing := sorted(name for name in names if not regular(model / name).is_file()):
         raise ArtifactError(f"{model} is packed, but {', '.join(missing[:3])} is missing; copy the folder again")
-    return [model / name for name in sorted(names)]
+    return [PackedFile(model / name) for name in sorted(names)]
 
 
-def _others(
-    source: Path, target: Path, weights: Collection[Path], old: str, new: str
-) -> tuple[dict[Path, Path], str | None]:
+def _place(path: Path, source: Path, target: Path) -> Path:
+    """Return where a file of weights, or their index, of a folder is in another one, of the other form."""
+    ending, other = (_PACKED, _PLAIN) if _PACKED in path.name else (_PLAIN, _PACKED)
+    name, _, rest = path.name.rpartition(ending)
+    return (target / path.relative_to(source)).with_name(name + other + rest)
+
+
+def _others(source: Path, target: Path, weights: Collection[Path]) -> tuple[dict[Path, Path], str | None]:
     """Return the files that are copied as they are, by place in the copy, and what is left out; the index is renamed.
 
     Raises:
         ArtifactError: a link that leaves the folder, or anything else that is no regular file.
     """
-    index = model_folder(source) / f"model{old}.index.json"
+    form = _PACKED if any(_PACKED in path.name for path in weights) else _PLAIN
+    index = model_folder(source) / f"model{form}.index.json"
     kept, left = without_links(source, {*weights, index})
     places = {path: target / path.relative_to(source) for path in kept if path not in weights}
-    renamed = {index: target / index.relative_to(source).with_name(f"model{new}.index.json")}
-    return {renamed.get(path, place): path for path, place in places.items()}, left
-
-
-def _each(
-    files: Sequence[Path], source: Path, building: Path, old: str, new: str, progress: Progress | None
-) -> Iterator[tuple[Path, Path]]:  # fmt: skip
-    """Yield each weight file with the file that is made of it, and tell progress."""
-    for number, path in enumerate(files):
-        if progress is not None:
-            progress(number, len(files), path.name)
-        yield path, (building / path.relative_to(source)).with_name(path.name.removesuffix(old) + new)
-    if progress is not None:
-        progress(len(files), len(files), "")
+    if index in places:
+        places[index] = _place(index, source, target)
+    return {place: path for path, place in places.items()}, left
 
 
 def _new(source: Path, output: Path) -> AbstractContextManager[Path]:
@@ -301,25 +294,17 @@ def _new(source: Path, output: Path) -> AbstractContextManager[Path]:
     return output_folder(output)
 
 
-class PackedOptions(BaseModel):
-    """How files are packed."""
-
-    compress: bool = Field(True, description="compress masks and exponents; false: nothing but bit masks and values")
-
-
 class PackedExporter:
     """Writes what `compressx pack` does."""
-
-    def __init__(self, options: PackedOptions) -> None:
-        self.options = options
 
     def export(self, model: FinishedModel, folder: Path) -> str | None:
         """Pack the weight files, against the base if there is one, and copy the others."""
         base = None if model.base is None else base_in(model.base)  # if they have nothing in common, it is not used
-        return _pack(_plain_files(model.folder), model.folder, folder, self.options.compress, base)
+        return _pack(_plain_files(model.folder), model.folder, folder, base, lambda _: None)
 
 
 @hookimpl
 def compressx_exporters() -> list[ExporterSpec]:
     """Offer the exporter to recipes."""
-    return [ExporterSpec("packed", "without zeros, as `compressx pack` writes it", PackedOptions, PackedExporter)]
+    summary = "without zeros, as `compressx pack` writes it"
+    return [ExporterSpec("packed", summary, NoOptions, lambda _: PackedExporter())]

@@ -26,30 +26,16 @@ def pruned(project: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_pack_and_unpack_write_beside_the_model_and_print_the_sizes(pruned: Path) -> None:
-    shown = printed("pack", str(pruned), "--no-compress")
+    shown = printed("pack", str(pruned))
     assert "written to " + str(pruned.with_name("tiny-packed")) in shown
-    rows = {re.sub(r"\s{2,}.*", "", line.strip()): line.split()[-4:] for line in shown.splitlines() if "%" in line}
-    assert rows["tensors with zeros"][2:] == ["56.25%", "56.25%"]
-    assert rows["other tensors"][2:] == ["100.00%", "100.00%"]
+    rows = {re.sub(r"\s{2,}.*", "", line.strip()): line.split()[-3:] for line in shown.splitlines() if "%" in line}
+    assert float(rows["tensors with zeros"][2].rstrip("%")) < 56.25, "of masks and values as they are"
     for column, folder in enumerate((pruned, pruned.with_name("tiny-packed"))):
         size = sum(path.stat().st_size for path in folder.iterdir())
         assert float(rows["the whole folder"][column]) == pytest.approx(size / 1e6, abs=0.05)
     printed("unpack", str(pruned.with_name("tiny-packed")))
     again = pruned.with_name("tiny-packed-unpacked")
     assert {p.name: p.read_bytes() for p in again.iterdir()} == {p.name: p.read_bytes() for p in pruned.iterdir()}
-
-
-def test_compression_is_the_default_and_smaller(pruned: Path) -> None:
-    compressed = json.loads(printed("pack", str(pruned), "-o", "a", "--json"))
-    plain = json.loads(printed("pack", str(pruned), "-o", "b", "--json", "--no-compress"))
-    assert compressed["packed_bytes"] < plain["packed_bytes"] < plain["bytes"] == compressed["bytes"]
-    for found, folder in ((compressed, "a"), (plain, "b")):
-        assert found["output"] == found["folder"] == folder
-        assert found["packed_bytes"] == Path(folder, "model.packed.safetensors").stat().st_size
-        assert found["bytes"] == (pruned / "model.safetensors").stat().st_size
-    shares = {t["packed_bytes"] / t["bytes"] for t in plain["tensors"] if t["masked"]}
-    assert shares == {9 / 16}
-    assert json.loads(printed("unpack", "a", "-o", "c", "--json"))["packed_bytes"] == compressed["packed_bytes"]
 
 
 def test_inspect_says_that_a_folder_is_packed_and_counts_its_zeros(pruned: Path) -> None:

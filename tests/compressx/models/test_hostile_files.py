@@ -21,7 +21,7 @@ from compressx.masks.file import MaskEntry, write_masks
 from compressx.masks.maskset import MaskSet
 from compressx.models.checkpoint import find_checkpoint
 from compressx.models.packed import PackedFile, pack_file
-from compressx.models.packed_folder import base_in, needs_base, pack_folder, sizes_of, unpack_folder, unpacked
+from compressx.models.packed_folder import base_in, needs_base, pack_folder, packed_sizes, unpack_folder, unpacked
 from compressx.models.shards import save_model
 from compressx.recipe.sources import ModelSource
 from compressx.runtime.errors import ArtifactError
@@ -145,7 +145,7 @@ def pack(folder: Path) -> Any:
     return pack_folder(folder, folder.with_name("out"))
 
 
-READ = pytest.mark.parametrize("read", [unpack, unpacked, sizes_of])
+READ = pytest.mark.parametrize("read", [unpack, unpacked, packed_sizes])
 
 
 def renamed(folder: Path, name: object) -> Path:
@@ -497,8 +497,8 @@ def test_a_megabyte_that_is_67_gigabytes_of_zeros_is_refused_where_the_disk_has_
     assert path.stat().st_size < 1_300_000
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**11, 10**11 - 10**10, 10**10))
     before = tree(tmp_path)
-    if read is sizes_of:
-        assert sizes_of(folder).bytes > 67 * 10**9
+    if read is packed_sizes:
+        assert packed_sizes(folder).bytes > 67 * 10**9
     else:
         refused(read, folder, match=r"packed unpacked takes 671\d{8} bytes, .* can have 10000000000; free some space")
     assert tree(tmp_path) == before
