@@ -22,7 +22,7 @@ from compressx.models.access import InMemory
 from compressx.models.architecture import survey
 from compressx.models.blockwise import capture, each_block, passes
 from compressx.models.units import find_units
-from compressx.planning.plan import Plan, PlannedLinear, PlannedRule
+from compressx.planning.plan import PlannedRule
 from compressx.runtime.errors import CompressxError, UnsupportedModelError
 from compressx.testing.models import tiny_model, tiny_tokens
 
@@ -191,23 +191,6 @@ class Subject:
         except CompressxError as refusal:
             return str(refusal)
         return None
-
-    def plan(self, model: Any, claim: Claim | None = None) -> Plan:
-        """Plan a pattern, or the first, for what the pruner takes in every block; where it is refused nothing is."""
-        found, claim = survey(model), claim or self.patterns[0]
-        first = next(iter(found.blocks))
-        kinds = {name.removeprefix(f"{first}.") for name in self.names}
-        linears: list[PlannedLinear] = []
-        for block, _ in each_block(InMemory(model), found, dict.fromkeys(found.blocks, ())):
-            taken = {name: x for name, x in block.linears.items() if name.removeprefix(f"{block.fqn}.") in kinds}
-            patterns = self.by_linear(block, claim) if isinstance(claim, Whole) else dict.fromkeys(taken, claim)
-            if self.refusal(block, patterns) is None:
-                linears += [
-                    PlannedLinear(name, block.fqn, (x.out_features, x.in_features), self.rule, patterns[name])
-                    for name, x in taken.items()
-                    if name in patterns
-                ]
-        return Plan(tuple(linears), {}, (self.rule,), needs_calibration=True)
 
     def scene(
         self, *, weights: bool = True, dtype: torch.dtype = torch.float32, batches: Sequence[int] = (4, 4),

@@ -64,14 +64,6 @@ def observing(change: Callable[[AttentionRows, Any], Any]) -> type[Base]:
     return Observing
 
 
-def weighing(mass: Callable[[torch.Tensor], torch.Tensor]) -> type[Base]:
-    class Weighing(Base):
-        def mass(self, scores):
-            return mass(scores)
-
-    return Weighing
-
-
 def answering(change: Callable[[torch.Tensor, torch.Tensor, int], Any]) -> type[Base]:
     class Answering(Base):
         def select(self, scores, keep):
@@ -90,11 +82,6 @@ def causal_alone(answer, scores, keep):
     return answer
 
 
-def all_above(answer, scores, keep):
-    mass = attention_mass(scores[0])
-    return (mass >= mass[answer].min()).nonzero()[:, 0]
-
-
 ASKS, COUNTS = "asks for scores that are there", "as many places as asked, in order"
 
 
@@ -102,21 +89,12 @@ ASKS, COUNTS = "asks for scores that are there", "as many places as asked, in or
     ("broken", "check", "says"),
     [
         (spec(observing(lambda rows, _: rows.blocks)), ASKS, "must return AttentionRows, got (2,)"),
-        (spec(observing(lambda rows, _: replace(rows, blocks=(2, 1)))), ASKS, "blocks as whole numbers in ascending"),
         (spec(observing(lambda rows, _: replace(rows, blocks=(3,)))), ASKS,
          "asks for the blocks (3,); expected some of facts.global_blocks, (0, 1, 2)"),
-        (spec(observing(lambda rows, _: replace(rows, heads=(0, 4)))), ASKS, "asks for head 4; expected 0 to 3"),
-        (spec(observing(lambda rows, _: replace(rows, queries=0))), ASKS, "at least one query, got 0"),
         (spec(observing(lambda *_: 1 / 0)), ASKS, "observe failed on llama: ZeroDivisionError: division by zero"),
         (spec(needles=lambda _: "16"), ASKS, "needles returned '16', expected a number of queries"),
-        (spec(answering(lambda answer, *_: answer.tolist())), COUNTS, "int64 [1]; got ["),
-        (spec(answering(lambda answer, *_: answer.int())), COUNTS, "got torch.int32 [1]"),
         (spec(answering(lambda _, scores, keep: highest(scores[0, 0, -1], keep + 1))), COUNTS, "got torch.int64 [2]"),
-        (spec(answering(lambda answer, *_: answer.flip(0))), COUNTS, "followed by"),
-        (spec(answering(lambda answer, *_: answer[:1].expand(len(answer)))), COUNTS, "2 different places from 0 to 2"),
-        (spec(answering(lambda answer, *_: answer + 1)), COUNTS, "to 33"),
-        (spec(weighing(lambda scores: attention_mass(scores[0]).unfold(0, 9, 1).mean(1))), COUNTS,
-         "RuntimeError: maximum size for tensor at dimension 0 is 2 but size is 9"),
+        (spec(answering(lambda answer, *_: answer + 1)), COUNTS, "different places from 0 to"),
         (spec(answering(causal_alone)), COUNTS, "the first query sees the last token"),
         (spec(answering(at_random(None))), "deterministic", "other global seeds selected other tokens"),
     ],

@@ -114,15 +114,6 @@ def writes_bias(results, block, patterns, stats):
     return results
 
 
-class Late(Base):
-    """Refuses a block only when there are weights."""
-
-    def prune(self, block, patterns, stats):
-        if block.index:
-            raise RuntimeError("no such block")
-        return super().prune(block, patterns, stats)
-
-
 @pytest.mark.parametrize(
     ("build", "check", "says"),
     [
@@ -131,7 +122,6 @@ class Late(Base):
         (changing(other_bias), "sparsity zero changes nothing", "the bias is changed though all weights are kept"),
         (changing(draws_bias), "deterministic", "gave another bias"),
         (changing(writes_bias), "leaves the model as it is", "bias"),
-        (Late, "leaves every block of a model as it is", "no such block"),
     ],
     ids=lambda x: getattr(x, "__name__", None) if isinstance(x, type) else None,
 )
