@@ -16,7 +16,7 @@ from transformers import TrainerCallback
 
 from compressx.masks.adapters import has_adapters, mask_adapters
 from compressx.masks.maskset import MaskSet
-from compressx.masks.sparsifier import select
+from compressx.numerics.masked import zeroed
 
 
 @final
@@ -49,7 +49,7 @@ class MaskCallback(TrainerCallback):  # type: ignore[misc]
         self._kept = {model.get_parameter(name): keep for name, keep in self._masks.by_parameter(model).items()}
         for parameter, keep in self._kept.items():
             if parameter.requires_grad:
-                self._hooks.append(parameter.register_hook(partial(select, mask=keep)))  # type: ignore[no-untyped-call]
+                self._hooks.append(parameter.register_hook(partial(zeroed, keep=keep)))  # type: ignore[no-untyped-call]
 
     def on_optimizer_step(self, *_: Any, **__: Any) -> None:
         """Set the dropped weights to zero again."""

@@ -15,7 +15,7 @@ it are lost; the parameter is `module.parametrizations.weight.original`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -123,15 +123,12 @@ class MaskSet(Mapping[str, MaskEntry]):
         """
         linears, based = self._writable(model), self._based(base)
         if original:
-            self._require_originals(linears)
+            self._require({n: x.weight for n, x in linears.items()}, "its weight", lambda entry: entry.sha256)
         with torch.no_grad():
             for name, linear in linears.items():
                 weight = linear.weight
                 drop = ~self[name].keep.to(weight.device)
-                if name in based:
-                    weight.copy_(torch.where(drop, based[name].to(weight.device), weight))
-                else:
-                    weight.masked_fill_(drop, 0.0)
+                weight.copy_(torch.where(drop, based[name].to(weight.device) if name in based else 0.0, weight))
 
     def deviations(self, model: nn.Module, *, base: nn.Module | None = None) -> dict[str, Deviation]:
         """Count the differences between a model's zeros and the masks, by name; equal ones are left out.
@@ -252,30 +249,26 @@ class MaskSet(Mapping[str, MaskEntry]):
 
     def _based(self, base: nn.Module | None) -> dict[str, Tensor]:
         """Return the base's weight of each mask that has one; check that it is the one that the mask was made with."""
-        wanted = {name: entry.base for name, entry in self.items() if entry.base is not None}
-        if bool(wanted) != (base is not None):
+        if self.of_difference != (base is not None):
             raise ArtifactError(
-                "these masks drop weights to those of a base model; give it, by base= or --base"
-                if wanted
-                else "these masks drop weights to zero; leave the base out"
+                "these masks drop weights to zero; leave the base out"
+                if base is not None
+                else "these masks drop weights to those of a base model; give it, by base= or --base"
             )
         if base is None:
             return {}
-        found = {name: linear.weight for name, linear in self._linears(base).items()}
-        for name, sha256 in wanted.items():
-            if (other := weight_sha256(found[name])) != sha256:
-                raise ArtifactError(
-                    f"{name}: the base's weight has sha256 {other[:12]}..., but its mask was made with "
-                    f"{sha256[:12]}...; load that base, in the dtype it had"
-                )
+        found = {name: linear.weight for name, linear in self._linears(base).items() if self[name].base is not None}
+        self._require(found, "the base's weight", lambda entry: entry.base)
         return found
 
-    def _require_originals(self, linears: Mapping[str, Linear]) -> None:
-        for name, linear in linears.items():
-            if (found := weight_sha256(linear.weight)) != self[name].sha256:
+    def _require(
+        self, weights: Mapping[str, Tensor], what: str, sha256_of: Callable[[MaskEntry], str | None]
+    ) -> None:  # fmt: skip
+        for name, weight in weights.items():
+            if (found := weight_sha256(weight)) != (wanted := sha256_of(self[name])):
                 raise ArtifactError(
-                    f"{name}: its weight has sha256 {found[:12]}..., but its mask was made for "
-                    f"{self[name].sha256[:12]}...; load the model that was pruned, in the dtype it was pruned in"
+                    f"{name}: {what} has sha256 {found[:12]}..., but its mask was made with {str(wanted)[:12]}...; "
+                    "load that model, in the dtype that it had"
                 )
 
 

@@ -164,7 +164,7 @@ def test_apply_puts_masks_on_another_checkpoint_of_the_same_shapes(work):
 def test_apply_can_insist_on_the_weights_that_were_pruned(work):
     printed("apply", "out/masks.safetensors", "model", "--output", "one", "--original")
     for arguments, complaint in (
-        (["out/masks.safetensors", "out/model", "--output", "two", "--original"], "load the model that was pruned"),
+        (["out/masks.safetensors", "out/model", "--output", "two", "--original"], "load that model, in the dtype"),
         (["out", "model", "--output", "two"], "out is a folder, expected a masks file, such as out/masks.safet"),
         (["out/masks.safetensors", "model", "--output", "model"], "output model exists; name a new folder"),
     ):

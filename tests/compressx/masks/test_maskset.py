@@ -116,7 +116,7 @@ def test_another_models_weights_are_refused_when_the_original_is_asked_for_and_n
     with torch.no_grad():
         other.get_submodule([*found][-1]).weight[0, 0] += 1
     before = state_of(other)
-    with pytest.raises(ArtifactError, match=rf"{[*found][-1]}: its weight has sha256 .* but its mask was made for"):
+    with pytest.raises(ArtifactError, match=rf"{[*found][-1]}: its weight has sha256 .* but its mask was made with"):
         found.apply(other, original=True)
     assert unchanged(other, before)
     found.apply(other)
