@@ -168,7 +168,8 @@ def checked_rows(asked: object, facts: ModelFacts, name: str) -> AttentionRows:
     """
     wrong = f"must return AttentionRows, got {asked!r:.80}"
     if isinstance(asked, AttentionRows):
-        blocks, heads, queries = (_whole(x) for x in (asked.blocks, asked.heads or (), (asked.queries,)))
+        asked_heads = () if asked.heads is None else asked.heads
+        blocks, heads, queries = (_whole(x) for x in (asked.blocks, asked_heads, (asked.queries,)))
         missing = [head for head in heads or () if not 0 <= head < facts.heads]
         if blocks is None or [*blocks] != sorted({*blocks}):
             wrong = f"must return blocks as whole numbers in ascending order, got {asked.blocks!r:.80}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -201,37 +202,6 @@ def test_masks_are_held_applied_and_verified_only_on_a_model_without_adapters() 
             act(model)
 
 
-def held_under_adapters() -> tuple[Any, MaskSet]:
-    model, masks = pruned()
-    adapter = adapted(model)
-    layer = next(m for m in model.modules() if hasattr(m, "base_layer")).base_layer
-    parametrize.register_parametrization(layer, "weight", torch.nn.Identity())
-    return adapter, masks
-
-
-def on_another_linear() -> tuple[Any, MaskSet]:
-    model, masks = pruned()
-    return adapted(model, target_modules=["lm_head"]), masks
-
-
-def of_another_model() -> tuple[Any, MaskSet]:
-    return adapted(pruned()[0]), pruned("gpt2")[1]
-
-
-def dense() -> tuple[Any, MaskSet]:
-    return adapted(tiny_model("llama")), pruned()[1]
-
-
-def with_weights_changed_by_the_start() -> tuple[Any, MaskSet]:
-    model, masks = pruned()
-    return adapted(model, init_lora_weights="pissa"), masks
-
-
-def merged_by_peft() -> tuple[Any, MaskSet]:
-    model, masks = pruned()
-    return adapted(model).merge_and_unload(), masks
-
-
 def half_merged() -> tuple[Any, MaskSet]:
     model, masks = pruned()
     adapter = adapted(model)
@@ -240,30 +210,23 @@ def half_merged() -> tuple[Any, MaskSet]:
     return adapter, masks
 
 
+def held_under_adapters() -> tuple[Any, MaskSet]:
+    model, masks = pruned()
+    adapter = adapted(model)
+    layer = next(m for m in model.modules() if hasattr(m, "base_layer")).base_layer
+    parametrize.register_parametrization(layer, "weight", torch.nn.Identity())
+    return adapter, masks
+
+
 def not_finite() -> tuple[Any, MaskSet]:
-    model, masks = pruned()
-    adapter = adapted(model)
+    adapter = adapted(pruned()[0])
     next(p for p in adapter.parameters() if p.requires_grad).data.fill_(torch.nan)
-    return adapter, masks
+    return adapter, pruned()[1]
 
 
-def with_biases_that_the_linears_lack() -> tuple[Any, MaskSet]:
-    model, masks = pruned()
-    return adapted(model, lora_bias=True), masks
-
-
-def with_biases_that_one_kind_of_linear_lacks() -> tuple[Any, MaskSet]:
-    model, masks = pruned("qwen2")
-    return adapted(model, lora_bias=True, target_modules=["q_proj", "o_proj"]), masks
-
-
-def with_a_bias_in_the_second_of_two_adapters() -> tuple[Any, MaskSet]:
-    model, masks = pruned()
-    adapter = adapted(model)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that it cannot be merged
-        adapter.add_adapter("second", peft.LoraConfig(r=2, target_modules=["up_proj"], lora_bias=True))
-    return adapter, masks
+def given(architecture: str = "llama", **settings: Any) -> Callable[[], tuple[Any, MaskSet]]:
+    """Return what gives adapters with these settings to a pruned model."""
+    return lambda: (adapted(pruned(architecture)[0], **settings), pruned(architecture)[1])
 
 
 BOTH = (mask_adapters, merge_adapters)
@@ -273,22 +236,20 @@ BOTH = (mask_adapters, merge_adapters)
     ("made", "acts", "message"),
     [
         (held_under_adapters, BOTH, "given adapters while its weights are parametrized"),
-        (on_another_linear, BOTH[:1], r"none of the 21 masked linears has an adapter.*target_modules"),
-        (of_another_model, BOTH, r"transformer.h.0.*which LlamaForCausalLM does not have"),
-        (dense, BOTH, r"q_proj: \d+ weights that the mask drops are not zero.*masks.apply\(model\)"),
-        (with_weights_changed_by_the_start, BOTH, r"not zero under the adapters.*init_lora_weights"),
-        (merged_by_peft, BOTH, r"LlamaForCausalLM: expected the peft.PeftModel.*masks.apply\(model\)"),
+        (given(target_modules=["lm_head"]), BOTH[:1], r"none of the 21 masked linears has an adapter.*target_modules"),
+        (lambda: (adapted(pruned()[0]), pruned("gpt2")[1]), BOTH, r"transformer.h.0.*which LlamaForCausalLM does not"),
+        (lambda: (adapted(tiny_model("llama")), pruned()[1]), BOTH,
+         r"q_proj: \d+ weights that the mask drops are not zero.*masks.apply\(model\)"),
+        (given(init_lora_weights="pissa"), BOTH, r"not zero under the adapters.*init_lora_weights"),
+        (lambda: (adapted(pruned()[0]).merge_and_unload(), pruned()[1]), BOTH,
+         r"LlamaForCausalLM: expected the peft.PeftModel.*masks.apply\(model\)"),
         (half_merged, BOTH, r"q_proj: its adapter is merged already; call model.unmerge_adapter\(\)"),
-        (with_biases_that_the_linears_lack, BOTH, r"q_proj: its adapter has a bias, .* train without lora_bias"),
-        (with_biases_that_one_kind_of_linear_lacks, BOTH, r"o_proj: its adapter has a bias, .* out of target_modules"),
-        (
-            with_a_bias_in_the_second_of_two_adapters,
-            BOTH,
-            r"up_proj: its adapter has a bias, .* train without lora_bias",
-        ),
+        (given(lora_bias=True), BOTH, r"q_proj: its adapter has a bias, .* train without lora_bias"),
+        (given("qwen2", lora_bias=True, target_modules=["q_proj", "o_proj"]), BOTH,
+         r"o_proj: its adapter has a bias, .* out of target_modules"),
         (not_finite, BOTH[1:], r"q_proj: NaNs detected.*smaller learning rate"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_work_is_refused_with_what_to_do(made, acts, message) -> None:
     adapter, masks = made()
     for act in acts:

@@ -59,9 +59,7 @@ def test_squashing_gives_exactly_the_weights_that_applying_gives(architecture: s
 
 
 @pytest.mark.parametrize(
-    ("architecture", "dtype", "kind"),
-    [(*case, kind) for case, kind in zip(CASES, ["AdamW", "SGD"] * 2, strict=True)],
-    ids=str,
+    ("architecture", "dtype", "kind"), [("llama", torch.bfloat16, "AdamW"), ("llama-tied", torch.float32, "SGD")]
 )
 def test_three_steps_of_training_change_survivors_and_leave_zeros(architecture, dtype, kind):
     model = tiny_model(architecture, dtype=dtype).train()
@@ -210,22 +208,6 @@ def test_a_tied_weight_named_by_both_owners_is_held_in_both_and_stays_tied(archi
     assert torch.equal(model.lm_head.weight == 0, ~entry.keep)
     assert torch.equal(model(tiny_tokens()).logits, held)
     assert len([*model.state_dict()]) == len([*tiny_model(architecture).state_dict()])
-
-
-def test_while_held_a_parameter_is_written_through_its_original_and_assignment_is_an_error() -> None:
-    model = tiny_model("llama")
-    masks = two_of_four(model)
-    sparsifier = masks.to_torch_ao(model)
-    name = next(iter(masks))
-    module = model.get_submodule(name)
-    with pytest.raises(RuntimeError, match="right_inverse"):
-        module.weight = torch.ones(64, 64)
-    with torch.no_grad():
-        module.weight.fill_(7.0)  # lost: it is written to a value that was computed for this access
-        assert not (module.weight == 7.0).any()
-        module.parametrizations.weight.original.fill_(7.0)
-    squash(sparsifier)
-    assert torch.equal(module.weight, 7.0 * masks[name].keep)
 
 
 def test_squashing_twice_is_an_error_and_so_is_a_model_that_holds_none() -> None:

@@ -235,12 +235,12 @@ def test_elements_of_less_than_a_byte_and_unusual_dtypes_are_packed_as_bytes(
 
 def test_a_packed_tensor_is_bytes_and_the_others_are_as_they_were(tmp_path: Path) -> None:
     """So a loader that knows nothing of packing gets no weight of the right shape from a packed tensor."""
-    given = {"linear": half_zero(64, 64), "norm": torch.ones(64), "empty": torch.ones(0, 3), "count": torch.tensor(7)}
+    given = {"linear": half_zero(64, 64), "noise": torch.randint(0, 256, (64,)).byte(), "empty": torch.ones(0, 3), "count": torch.tensor(7)}
     save_file(given, tmp_path / "model.safetensors")
     round_trip(tmp_path / "model.safetensors")
     found = load_file(tmp_path / "model.packed.safetensors")
     assert (found["linear"].dtype, found["linear"].dim()) == (torch.uint8, 1)
-    for name in ("norm", "empty", "count"):
+    for name in ("noise", "empty", "count"):
         assert torch.equal(found[name], given[name])
         assert found[name].dtype == given[name].dtype
 
@@ -304,14 +304,6 @@ def test_a_difference_of_either_sign_has_no_bits_above_those_that_it_needs(size:
     base = np.array([8, 8, 8, 0], dtype=dtype)
     elements = np.array([11, 8, 5, 2 * sign - 1], dtype=dtype)
     assert difference_from(elements, base).tolist() == [3, 0, sign | 2, sign]
-
-
-def test_differences_of_moved_weights_are_a_seventh_smaller_than_their_xor() -> None:
-    random = np.random.default_rng(0)
-    weight = random.normal(0, 0.02, 2**20)
-    before, after = bfloat16(weight), bfloat16(weight + random.normal(0, 0.0002, 2**20))
-    less, xor = (sum(map(len, encode(x)[1])) for x in (difference_from(after, before), after ^ before))
-    assert less < 6.1 / 7 * xor
 
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])

@@ -214,25 +214,6 @@ def test_dropout_of_a_model_in_training_is_off_and_its_modes_are_kept() -> None:
     assert len({*modes.values()}) == 2
 
 
-@pytest.mark.slow
-def test_a_compiled_model_is_not_compiled_again_for_a_prompt() -> None:
-    model, ids, compiled = tiny_model("llama"), prompt(), []
-    expected = read(model, ids, 1)
-
-    def backend(graph: Any, _inputs: Any) -> Any:
-        compiled.append(graph)
-        return graph.forward
-
-    wrapped = torch.compile(model, backend=backend)
-    assert torch.equal(read(wrapped, ids, 1), expected)
-    model.compile(backend=backend)
-    assert torch.equal(read(model, ids, 1), expected)
-    assert compiled == []
-    with torch.no_grad():
-        model(ids[None])
-    assert compiled, "by itself it is"
-
-
 def test_adapters_count_and_virtual_tokens_are_refused() -> None:
     peft = pytest.importorskip("peft")
     dense, ids = tiny_model("llama"), prompt()
