@@ -116,26 +116,18 @@ def weights_folder(state: RunState) -> Path | None:
 
 def _check_base(state: RunState, checkpoint: Checkpoint) -> None:
     """Refuse a base of another architecture, dtype or vocabulary, or the model itself."""
-    model, where = state.skeleton, checkpoint.location
+    where, base = checkpoint.location, load_skeleton(checkpoint)
     if state.checkpoint is not None and checkpoint == replace(state.checkpoint, dtype=checkpoint.dtype):
         raise ArtifactError(f"{where} is the model itself; name the model that it was fine-tuned from")
-    base = load_skeleton(checkpoint)
-    if type(base) is not type(model):
+    ours, theirs = (
+        {"it": type(x).__name__, **{n: str([*p.shape]) for n, p in x.named_parameters()}, "its dtype": str(dtype)}
+        for x, dtype in ((state.skeleton, state.dtype), (base, dtype_of(checkpoint, base.config)))
+    )
+    if odd := next((name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)), None):
         raise UnsupportedModelError(
-            f"{where} is a {type(base).__name__}, and the model a {type(model).__name__}; name the model that it was "
-            "fine-tuned from"
+            f"{where}: {odd} is {theirs.get(odd, 'not there')}, and {ours.get(odd, 'not there')} in the model; name "
+            "the model that it was fine-tuned from, of the same vocabulary, and load both in one dtype"
         )
-    ours, theirs = ({n: [*p.shape] for n, p in x.named_parameters()} for x in (model, base))
-    for name in {**ours, **theirs}:
-        if ours.get(name) != theirs.get(name):
-            raise UnsupportedModelError(
-                f"{where}: {name} is {theirs.get(name, 'not there')}, and {ours.get(name, 'not there')} in the model; "
-                "expected the same shapes, and the same vocabulary"
-            )
-    if (dtype := dtype_of(checkpoint, base.config)) != state.dtype:
-        has, wanted = (str(x).removeprefix("torch.") for x in (dtype, state.dtype))
-        told = f"load both in one dtype, such as base: {{..., dtype: {wanted}}}"
-        raise UnsupportedModelError(f"{where} is {has}, and the model {wanted}; {told}")
 
 
 def _kept(model: torch.nn.Module, plan: Plan, glob: str) -> list[str]:

@@ -112,10 +112,7 @@ def decode(data: bytes, lengths: Sequence[int], *, kept: int, elements: int, siz
     Raises:
         ValueError: streams that `encode` did not return; says how.
     """
-    if len(data) != sum(lengths):
-        raise ValueError(f"{sum(lengths)} bytes expected, {len(data)} found")
-    if not (wanted := contents(lengths, kept=kept, elements=elements, size=size)):
-        raise ValueError(f"there is a stream of another length than {kept} of {elements} elements take")
+    wanted = contents(lengths, kept=kept, elements=elements, size=size)
     ends = np.cumsum(lengths)
     streams = [_inflated(data[end - x : end], y) for end, x, y in zip(ends, lengths, wanted, strict=True)]
     mask = streams.pop(0) if kept < elements else None
@@ -178,18 +175,15 @@ def _deflated(stream: NDArray[np.uint8]) -> bytes:
 
 def _inflated(stream: bytes, length: int) -> bytes:
     """Return the `length` bytes that `_deflated` was given."""
-    if len(stream) >= length:
-        plain = stream
-    else:
-        unpacker = zlib.decompressobj(-zlib.MAX_WBITS)
-        try:
-            plain = unpacker.decompress(stream, length + 1)
-        except zlib.error as error:
-            raise ValueError(str(error)) from error
-        if not unpacker.eof or unpacker.unused_data:
-            raise ValueError("a compressed stream has another end than its own")
-    if len(plain) != length:
-        raise ValueError(f"a stream of {length} bytes expected, {len(plain)} found")
+    if len(stream) == length:
+        return stream
+    unpacker = zlib.decompressobj(-zlib.MAX_WBITS)
+    try:
+        plain = unpacker.decompress(stream, length + 1)
+    except zlib.error as error:
+        raise ValueError(str(error)) from error
+    if not unpacker.eof or unpacker.unused_data or len(plain) != length:
+        raise ValueError("a compressed stream has another end than its own")
     return plain
 
 

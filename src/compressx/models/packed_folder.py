@@ -61,11 +61,7 @@ class Sizes:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data, for JSON."""
-        return {
-            "folder": str(self.folder), "bytes": self.bytes, "packed_bytes": self.packed_bytes,
-            "other_bytes": self.other_bytes,
-            "base": self.base, "tensors": [asdict(tensor) for tensor in self.tensors],
-        }  # fmt: skip
+        return {**asdict(self), "folder": str(self.folder)}
 
 
 def is_packed(folder: Path) -> bool:
