@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from compressx.api.patterns import NM, Asked, Structured, Units, Unstructured, keep_masks
 from compressx.api.pruner import Block, NoOptions, PreparingPruner, PruneResult, PrunerSpec, Statistic
@@ -96,11 +95,6 @@ def _decide(subject: Subject, scene: Scene, patterns: Iterable[Claim]) -> None:
         subject.decided(scene, pattern, stats)
 
 
-def _exact(subject: Subject) -> None:
-    """Ask for every pattern that is claimed; the host counts zeros in rows, groups and wholes, and units."""
-    _decide(subject, subject.scene(), subject.patterns)
-
-
 def _dense(subject: Subject) -> None:
     """Ask for no zeros."""
     patterns: list[Claim] = [Unstructured(0.0, group) for group in subject.spec.groups]
@@ -118,31 +112,21 @@ def _dense(subject: Subject) -> None:
             expect(same, f"{name}, {pattern}: the bias is changed though all weights are kept")
 
 
-def _dtypes(subject: Subject) -> None:
-    """Prune 16-bit models; new weights have to fit their dtype."""
+def _half_precision(subject: Subject) -> None:
+    """Prune 16-bit models; the host refuses new weights that do not fit their dtype."""
     for dtype in (torch.bfloat16, torch.float16):
-        scene = subject.scene(dtype=dtype)
-        stats = subject.statistics(scene)
-        for pattern in subject.different:
-            for name in subject.decided(scene, pattern, stats):  # the host refuses weights that do not fit the dtype
-                weight = scene.block.linears[name].weight
-                expect(weight.dtype == dtype, f"{name}: the model's {dtype} became {weight.dtype}")
+        _decide(subject, subject.scene(dtype=dtype), subject.different)
 
 
 def _narrow_products(subject: Subject) -> None:
     """Prune a float32 model that multiplies in bfloat16: most inputs are narrower than the weights then."""
+
+    def narrowed(run: Callable[[], Any]) -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            run()
+
     scene = subject.scene()
-    runs = [partial(_narrowed, run) for run in scene.passes]
-    stats = subject.statistics(replace(scene, passes=runs))
-    for pattern in subject.different:
-        for name in subject.decided(scene, pattern, stats):
-            weight = scene.block.linears[name].weight
-            expect(weight.dtype == torch.float32, f"{name}: the model's torch.float32 became {weight.dtype}")
-
-
-def _narrowed(run: Callable[[], Any]) -> None:
-    with torch.autocast("cpu", torch.bfloat16):
-        run()
+    _decide(subject, replace(scene, passes=[partial(narrowed, run) for run in scene.passes]), subject.different)
 
 
 def _reconstructs(subject: Subject) -> None:
@@ -201,11 +185,6 @@ def _beats_chance(subject: Subject) -> None:
             f"{claim}: the model's predictions diverge {mine / chance:.3g} times as far as with random masks: is the "
             "sign of its scores flipped? Only a pruner that is random on purpose may fail here",
         )
-
-
-def _few_tokens(subject: Subject) -> None:
-    """Gather fewer tokens than there are features, so that a Hessian is singular."""
-    _decide(subject, subject.scene(batches=(1,), tokens=tiny_tokens(sequences=1, length=12)), subject.different)
 
 
 def _dead_inputs(subject: Subject) -> None:
@@ -291,16 +270,10 @@ def _prepared(subject: Subject) -> None:
         _expect_equal(fresh[pattern], again, f"{pattern}: with what it had prepared it")
 
 
-def _unlike_tokens() -> Tensor:
-    """Return tokens of which one sequence is nothing like the others, so that its weight shows."""
-    tokens = tiny_tokens()
-    tokens[-1] = 7
-    return tokens
-
-
 def _batches(subject: Subject) -> None:
     """Gather the same tokens in batches of other sizes."""
-    tokens = _unlike_tokens()
+    tokens = tiny_tokens()
+    tokens[-1] = 7  # one sequence is nothing like the others, so that its weight shows
 
     def answers(batches: tuple[int, ...]) -> dict[Claim, Mapping[str, PruneResult]]:
         scene = subject.scene(batches=batches, tokens=tokens)
@@ -413,17 +386,14 @@ def _chooses_blocks(subject: Subject) -> None:
     """Let it choose blocks of a model, again with another global seed."""
     if "blocks" not in subject.spec.units:
         raise NoSuchPromiseError("it does not say blocks")
-    same = _chosen(subject, seed=0) == _chosen(subject, seed=1)
-    expect(same, "two runs of one recipe, with other global seeds, gave others")
-
-
-def _chosen(subject: Subject, *, seed: int) -> tuple[dict[str, float], dict[str, float]]:
-    model = tiny_model(subject.architecture)
-    blocks = tuple(survey(model).blocks)
-    pattern = Structured("blocks", 0.5, Units("blocks", "", len(blocks), {}))
-    with seeded(seed), refusals(UnsupportedModelError):
-        planned = PlannedDepth(subject.rule, pattern, blocks)
-        return choose_blocks(InMemory(model), planned, torch.split(tiny_tokens(), 4))
+    chosen = []
+    for seed in (0, 1):
+        model = tiny_model(subject.architecture)
+        blocks = tuple(survey(model).blocks)
+        planned = PlannedDepth(subject.rule, Structured("blocks", 0.5, Units("blocks", "", len(blocks), {})), blocks)
+        with seeded(seed), refusals(UnsupportedModelError):
+            chosen.append(choose_blocks(InMemory(model), planned, torch.split(tiny_tokens(), 4)))
+    expect(chosen[0] == chosen[1], "two runs of one recipe, with other global seeds, gave others")
 
 
 def _model(subject: Subject) -> None:
@@ -436,9 +406,9 @@ def _model(subject: Subject) -> None:
 
 PRUNER_CHECKS: Mapping[str, Callable[[Subject], None]] = {
     "refusals name the layer": _refusals,
-    "exact sparsity for every pattern": _exact,
+    "exact sparsity for every pattern": lambda subject: _decide(subject, subject.scene(), subject.patterns),
     "sparsity zero changes nothing": _dense,
-    "bfloat16 and float16": _dtypes,
+    "bfloat16 and float16": _half_precision,
     "products narrower than the weights": _narrow_products,
     "deterministic": _deterministic,
     "leaves statistics as they are": _repeatable,
@@ -450,7 +420,10 @@ PRUNER_CHECKS: Mapping[str, Callable[[Subject], None]] = {
     "reconstructs": _reconstructs,
     "leaves the model as it is": _model,
     "no worse than random masks": _beats_chance,
-    "few tokens": _few_tokens,
+    # Fewer than there are features, so that a Hessian is singular.
+    "few tokens": lambda subject: _decide(
+        subject, subject.scene(batches=(1,), tokens=tiny_tokens(sequences=1, length=12)), subject.different
+    ),
     "inputs that are always zero": _dead_inputs,
     "rows that are all zero": _dead_rows,
 }

@@ -235,7 +235,8 @@ def test_elements_of_less_than_a_byte_and_unusual_dtypes_are_packed_as_bytes(
 
 def test_a_packed_tensor_is_bytes_and_the_others_are_as_they_were(tmp_path: Path) -> None:
     """So a loader that knows nothing of packing gets no weight of the right shape from a packed tensor."""
-    given = {"linear": half_zero(64, 64), "noise": torch.randint(0, 256, (64,)).byte(), "empty": torch.ones(0, 3), "count": torch.tensor(7)}
+    noise = torch.randint(0, 256, (64,)).byte()
+    given = {"linear": half_zero(64, 64), "noise": noise, "empty": torch.ones(0, 3), "count": torch.tensor(7)}
     save_file(given, tmp_path / "model.safetensors")
     round_trip(tmp_path / "model.safetensors")
     found = load_file(tmp_path / "model.packed.safetensors")

@@ -219,9 +219,7 @@ def test_a_base_that_is_none_of_the_models_is_refused_in_one_line(tuned: tuple[P
     named = {
         str(model): "is the model itself; name the model that it was fine-tuned from",
         str(save_tiny(tmp_path / "other", "qwen2")): "it is Qwen2ForCausalLM, and LlamaForCausalLM in the model",
-        str(
-            save_tiny(tmp_path / "half", "llama", torch.bfloat16)
-        ): "its dtype is torch.bfloat16, and torch.float",
+        str(save_tiny(tmp_path / "half", "llama", torch.bfloat16)): "its dtype is torch.bfloat16, and torch.float",
         str(copies["wider"]): "mlp.gate_proj.weight is [256, 64], and [96, 64] in the model",
         str(copies["words"]): "embed_tokens.weight is [256, 64], and [128, 64] in the model",
         str(tmp_path / "nowhere"): "nowhere",
