@@ -5,14 +5,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import difflib
-import glob
 import json
 import logging
 import math
 import random
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from hashlib import sha256
 from importlib import metadata
 from pathlib import Path
@@ -34,8 +32,7 @@ from compressx.prompts.templates import around_text
 from compressx.recipe.sources import DatasetField
 from compressx.recipe.validation import Strict, conflict
 from compressx.runtime.cache import cached
-from compressx.runtime.errors import CalibrationError, CompressxError, RecipeError, one_line
-from compressx.runtime.files import sha256_of
+from compressx.runtime.errors import CalibrationError, RecipeError
 from compressx.runtime.quiet import quiet_libraries
 
 _log = logging.getLogger(__name__)
@@ -43,8 +40,8 @@ _log = logging.getLogger(__name__)
 _BOOTSTRAP_DRAWS = 1000
 """Draws for standard errors without a closed form, accurate to 2%. The harness's default of 100,000 takes minutes."""
 
-_PATHS = {"dataset_path", "dataset_kwargs", "metric", "custom_generate"}
-"""Keys of task files whose values may be paths of data and scripts."""
+_YAML = (".yaml", ".yml")
+"""What a task ends with that is given as the path of a file rather than by name."""
 
 _OF_A_TASK = "the text of a task of lm_eval"
 _NAME_IT = "give bos_token and eos_token in its tokenizer_config.json"
@@ -94,8 +91,18 @@ class LmEval(Strict):
         4, description="requests per forward pass; auto: as many as the GPU's memory holds, 4 on the CPU"
     )
 
+    @property
+    def files(self) -> list[str]:
+        """The tasks that are given as files."""
+        return [task for task in self.tasks if isinstance(task, str) and task.endswith(_YAML)]
+
     @model_validator(mode="after")
-    def _refuse_without_effect(self) -> LmEval:
+    def _refuse_names_taken_and_keys_without_effect(self) -> LmEval:
+        names = [task if isinstance(task, str) else task.name for task in self.tasks]
+        if taken := [name for name in names if names.count(name) > 1 or name in FIGURES]:
+            raise conflict(
+                f"a task cannot be named {taken[0]!r}, as another task or a metric is; choose another name", ["tasks"]
+            )
         own = [task.name for task in self.tasks if isinstance(task, RollingTask)]
         if own and (given := [n for n in ("num_fewshot", "apply_chat_template") if getattr(self, n)]):
             raise conflict(
@@ -113,14 +120,13 @@ class HarnessEvaluator:
         self.options = options
 
     def check(self, model: Any | None, tokenizer: Any | None, at: At) -> None:
-        """Refuse tasks that the harness lacks or cannot run together, and a tokenizer without what it needs."""
-        known = []
+        """Refuse tasks that the harness lacks, files that are not trusted, and a tokenizer without what it needs."""
         for i, task in enumerate(self.options.tasks):
             with at("tasks", i):
-                known.append(task if isinstance(task, RollingTask) else check_name(task, self.options))
-        with at("tasks"):
-            if len(known) == len(self.options.tasks):
-                check_tasks(self.options)
+                if task in self.options.files:
+                    check_file(str(task), trusted=self.options.trust_task_code)
+                elif isinstance(task, str):
+                    check_name(task)
         if tokenizer is not None:
             check_tokenizer(self.options, tokenizer, model)
 
@@ -134,13 +140,10 @@ class HarnessEvaluator:
         return rolling
 
     def fingerprint(self, text: Mapping[str, Sequence[str]]) -> list[str] | None:
-        """Return a hash of each task's documents and files; None if code of a task may read whatever it likes."""
-        read = [sha256(json.dumps([name, read]).encode()).hexdigest() for name, read in text.items()]
-        for path in _files(self.options):
-            if (made_of := _digests(path)) is None:
-                return None
-            read += made_of
-        return read
+        """Return a hash of each dataset; None if there is a task file, since it may read whatever it likes."""
+        if self.options.files:
+            return None
+        return [sha256(json.dumps([name, read]).encode()).hexdigest() for name, read in text.items()]
 
     def evaluate(self, model: EvaluatedModel) -> Figures:
         """Return the metrics of each task or group, such as `{"arc_easy": {"acc": 0.61, "acc_stderr": 0.01}}`.
@@ -188,7 +191,7 @@ def run_tasks(
     model: Any, tokenizer: Any, settings: LmEval, rolling: Mapping[str, Sequence[str]],
     selection: Callable[[], ReadySelector] | None = None,
 ) -> dict[str, dict[str, float]]:  # fmt: skip
-    """Run tasks, as `check_tasks` accepts them, through lm-evaluation-harness, quietly, on a model in evaluation mode.
+    """Run tasks through lm-evaluation-harness, quietly, on a model in evaluation mode.
 
     `rolling` has the documents of each `RollingTask`, by name, which are scored in windows of the model's maximum
     length. `selection` returns what shortens the prompts of tasks that generate text; it is called if there are any.
@@ -198,18 +201,16 @@ def run_tasks(
 
     Raises:
         CalibrationError: a task's dataset cannot be fetched, or a perplexity is not finite.
-        RecipeError: a task's template fails, or the harness cannot build a task.
     """
     on_cpu = model.device.type == "cpu"  # whose memory the harness would try out until the process is killed
     batch_size = 4 if settings.batch_size == "auto" and on_cpu else settings.batch_size
     copied = copy.deepcopy(tokenizer)  # the harness adds a padding token where there is none
     with quiet_libraries(), _random_states_restored():
-        from jinja2 import TemplateError
         from lm_eval.evaluator import simple_evaluate
+        from lm_eval.tasks import TaskManager
 
-        index = task_index() if reads_index(settings) else {}
-        specs = [_spec(task, index, rolling) for task in settings.tasks]
-        by_file = all(isinstance(spec, dict) or is_file(spec) for spec in specs)
+        groups = {file: name for file in settings.files if (name := _group_in(file))}
+        specs = [_spec(task, groups, rolling) for task in settings.tasks]
         try:
             with (
                 # Bootstrap in this process: a pool would fork it while torch's threads run.
@@ -226,38 +227,18 @@ def run_tasks(
                     fewshot_as_multiturn=settings.apply_chat_template,
                     log_samples=False,
                     bootstrap_iters=_BOOTSTRAP_DRAWS,
-                    task_manager=_task_manager(settings, include_defaults=not by_file),
+                    task_manager=TaskManager(
+                        # Its index takes many seconds. Names need it: what it lacks the harness takes for a path.
+                        include_defaults=any(isinstance(spec, str) and not spec.endswith(_YAML) for spec in specs),
+                        include_path=[str(Path(file).expanduser().parent) for file in groups] or None,
+                    ),
                 )
         except OSError as error:
             raise CalibrationError(f"lm_eval.tasks: the dataset of a task could not be fetched: {error}") from error
-        except TemplateError as error:
-            raise RecipeError(f"lm_eval.tasks: a template of a task fails: {one_line(str(error))[:300]}") from error
         except OverflowError as error:
             raise CalibrationError("lm_eval.tasks: a perplexity overflows; the model's weights are broken") from error
     _warn_of_fixed_examples(settings.num_fewshot, results["n-shot"])
     return {name: _numbers(name, metrics) for name, metrics in results["results"].items()}
-
-
-def _task_manager(settings: LmEval, *, include_defaults: bool) -> Any:
-    """Return what finds and builds tasks for the harness; those of a group file beside it and among its own."""
-    from jinja2 import TemplateError
-    from lm_eval.tasks import TaskManager
-
-    beside = [str(path.parent) for path in _files(settings) if is_group_file(path)]
-    manager: Any = TaskManager(include_defaults=include_defaults, include_path=beside or None)
-    load = manager.load
-
-    def explained(specs: Any) -> Any:
-        try:
-            return load(specs)
-        except (CompressxError, OSError, TemplateError):
-            raise
-        except Exception as error:  # whatever a wrong value leads to
-            told = one_line(f"{type(error).__name__}: {error}")[:300]
-            raise RecipeError(f"lm_eval.tasks: the harness cannot build a task ({told}); mend its file") from error
-
-    manager.load = explained
-    return manager
 
 
 def _language_model(selection: Callable[[], ReadySelector] | None) -> Any:
@@ -309,12 +290,10 @@ def _numbers(task: str, metrics: Mapping[str, Any]) -> dict[str, float]:
     return numbers
 
 
-def _spec(task: str | RollingTask, index: Mapping[str, Indexed], rolling: Mapping[str, Sequence[str]]) -> Any:
-    """Return a task as the harness takes it: a name, the path of a YAML file, or a configuration."""
+def _spec(task: str | RollingTask, groups: Mapping[str, str], rolling: Mapping[str, Sequence[str]]) -> Any:
+    """Return a task as the harness takes it: the path of a file, the name of a group, or a configuration."""
     if isinstance(task, str):
-        if is_file(task):
-            return name_in_file(path) if is_group_file(path := path_of(task)) else task
-        return index[task].file or task
+        return groups.get(task) or (task if task.endswith(_YAML) else task_index()[task] or task)
     dataset = as_dataset([{"text": document} for document in rolling[task.name]])
     return {
         "task": task.name,
@@ -324,6 +303,14 @@ def _spec(task: str | RollingTask, index: Mapping[str, Indexed], rolling: Mappin
         "doc_to_text": "",
         "doc_to_target": lambda document: document["text"],  # a string would be a template
     }
+
+
+def _group_in(file: str) -> str | None:
+    """Return the name of the group that a task file defines, which the harness does not read from a path."""
+    import yaml
+
+    root: Any = yaml.compose(Path(file).expanduser().read_bytes(), yaml.SafeLoader)
+    return next((value.value for key, value in root.value if key.value == "group"), None)
 
 
 @contextlib.contextmanager
@@ -340,47 +327,19 @@ def _random_states_restored() -> Iterator[None]:
         np.random.set_state(numpy_state)
 
 
-def check_tasks(settings: LmEval) -> None:
-    """Check that every task exists and that names are unique, without loading a model or a dataset.
-
-    The harness takes about 15 s to index its 14,000 files, so the index is cached for each version of it.
-
-    Raises:
-        RecipeError: an unknown task (with the nearest names), a file that is not trusted or defines no task, a
-            repeated name, or a task that is also part of a listed group.
-    """
-    names = [task.name if isinstance(task, RollingTask) else check_name(task, settings) for task in settings.tasks]
-    for name in names:
-        if names.count(name) > 1:
-            raise RecipeError(f"lm_eval.tasks: {name!r} occurs {names.count(name)} times; each task needs its own name")
-        if name in FIGURES:
-            raise RecipeError(f"lm_eval.tasks: a task cannot be named {name!r}, which is a metric; choose another name")
-    for path in _files(settings):
-        _with_included(path)  # which refuses one that is absent
-    index = task_index() if reads_index(settings) else {}
-    held: dict[str, str] = {}
-    for name, task in zip(names, settings.tasks, strict=True):
-        for single in index[name].tasks if isinstance(task, str) and not is_file(task) else (name,):
-            if held.setdefault(single, name) != name:
-                raise RecipeError(
-                    f"lm_eval.tasks: {held[single]!r} and {name!r} both contain the task {single!r}, which the harness "
-                    "cannot run twice; remove one of them"
-                )
+def check_file(file: str, *, trusted: bool) -> None:
+    """Refuse a task file that is absent or not trusted, whatever is in it."""
+    if not Path(file).expanduser().is_file():
+        raise RecipeError(f"lm_eval.tasks: no such file: {file} (looked in {Path.cwd()})")
+    if not trusted:
+        raise RecipeError(
+            f"lm_eval.tasks: the task file {file!r} can run code (!function, templates, metrics, scripts that load "
+            "data); if you trust it and what it names, set lm_eval.trust_task_code: true (eval: --trust-task-code)"
+        )
 
 
-def check_name(task: str, settings: LmEval) -> str:
-    """Return the name under which the harness reports a task.
-
-    Raises:
-        RecipeError: an unknown task (with the nearest names), or a file that is not trusted or defines no task.
-    """
-    if is_file(task):
-        if path_of(task).is_file() and not settings.trust_task_code:
-            raise RecipeError(
-                f"lm_eval.tasks: the task file {task!r} can run code (!function, templates, metrics, scripts that load "
-                "data); if you trust it and what it names, set lm_eval.trust_task_code: true (eval: --trust-task-code)"
-            )
-        return name_in_file(path_of(task))
+def check_name(task: str) -> None:
+    """Refuse a name that the harness does not know, with the nearest ones."""
     if task not in (names := task_index()):
         near = difflib.get_close_matches(task, names, n=5, cutoff=0.6)
         raise RecipeError(
@@ -388,146 +347,23 @@ def check_name(task: str, settings: LmEval) -> str:
             + (f"the nearest are {', '.join(near)}" if near else "no name is near")
             + "; `lm-eval ls tasks` lists them all, and a task of your own is given as the path of its .yaml file"
         )
-    return task
 
 
-def is_file(task: str) -> bool:
-    """Return whether a task is given as the path of a YAML file rather than by name."""
-    return task.endswith((".yaml", ".yml"))
+def task_index() -> dict[str, str | None]:
+    """Return the file of each of the harness's tasks by name, None of a group or tag.
 
-
-def path_of(task: str) -> Path:
-    """Return the path of a task that `is_file`."""
-    return Path(task).expanduser()
-
-
-def _files(settings: LmEval) -> list[Path]:
-    """Return the paths of the tasks that are given as YAML files."""
-    return [path_of(task) for task in settings.tasks if isinstance(task, str) and is_file(task)]
-
-
-def is_group_file(path: Path) -> bool:
-    """Return whether a YAML file is that of a group."""
-    return "group" in _values_in_file(path)
-
-
-def reads_index(settings: LmEval) -> bool:
-    """Return whether any task is given by name."""
-    return any(isinstance(task, str) and not is_file(task) for task in settings.tasks)
-
-
-def name_in_file(path: Path) -> str:
-    """Read the name of a task or group from its YAML file; the file name if only an included file names the task."""
-    values = _values_in_file(path)
-    if not {"task", "group", "include"} & set(values):
-        raise RecipeError(f"lm_eval.tasks: {path} names no task: expected the key task, group or include")
-    name = values.get("group", values.get("task", path.stem))
-    return name if isinstance(name, str) else path.stem
-
-
-def _values_in_file(path: Path) -> dict[Any, Any]:
-    """Read a harness YAML file with the harness's parser; functions are read as their names."""
-    import yaml
-
-    class Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
-        pass  # so that the constructor is its own
-
-    Loader.add_constructor("!function", Loader.construct_scalar)
-    if not path.is_file():
-        raise RecipeError(f"lm_eval.tasks: no such file: {path} (looked in {Path.cwd()})")
-    try:
-        return {**yaml.load(path.read_bytes(), Loader)}  # noqa: S506 - a safe loader
-    except (yaml.YAMLError, AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
-        why = " ".join(str(error).split())
-        raise RecipeError(f"lm_eval.tasks: {path} is not a valid task file: {why}") from error
-
-
-def _with_included(path: Path) -> dict[Path, dict[Any, Any]]:
-    """Return the values of a task file and of those that it includes, by their paths."""
-    read: dict[Path, dict[Any, Any]] = {}
-    left = [path]
-    while left:
-        if (path := left.pop().resolve()) not in read:
-            read[path] = _values_in_file(path)
-            others = read[path].get("include", [])
-            left += [path.parent / str(other) for other in (others if isinstance(others, list) else [others])]
-    return read
-
-
-def _digests(path: Path) -> list[str] | None:
-    """Hash a task file, those that it includes or, as a group, may name, and the local data that they name.
-
-    A group may name any task below its folder.
-
-    Returns:
-        None if a file has functions, or cannot be read.
+    The harness takes about 15 s to index its 14,000 files, so the index is cached for each version of it.
     """
-    read: dict[Path, dict[Any, Any]] = {}
-    try:
-        for one in (path, *(path.parent.rglob("*.yaml") if is_group_file(path) else ())):
-            read |= _with_included(one)
-    except RecipeError:
-        return None
-    if any(b"!function" in one.read_bytes() for one in read):
-        return None
-    texts_in = [text for values in read.values() for text in _data_in(values)]
-    named = [Path(found) for text in texts_in for found in glob.glob(text, recursive=True)]  # noqa: PTH207
-    all_of = {*read, *named, *(p for folder in named if folder.is_dir() for p in folder.rglob("*"))}
-    return [f"{one.resolve()} {sha256_of(one)}" for one in sorted(all_of) if one.is_file()]
-
-
-def _data_in(value: Any, *, named: bool = False) -> Iterator[str]:
-    """Yield the texts in a task's file that may name its data, or scripts beside it."""
-    if isinstance(value, str) and named:
-        yield value
-    inside = value.items() if isinstance(value, dict) else enumerate(value if isinstance(value, list) else ())
-    for key, other in inside:
-        yield from _data_in(other, named=named or key in _PATHS)
-
-
-@dataclass(frozen=True)
-class Indexed:
-    """An entry of the harness's index.
-
-    Attributes:
-        file: the YAML file of a task; None for a group or tag.
-        tasks: all tasks of a group, nested groups and tags included; the name itself for a task or tag.
-    """
-
-    file: str | None
-    tasks: tuple[str, ...]
-
-
-def task_index() -> dict[str, Indexed]:
-    """Return the harness's index of tasks, groups and tags, by name."""
     import lm_eval.tasks
 
-    def build() -> dict[str, tuple[str | None, list[str]]]:
+    def build() -> dict[str, str | None]:
         with quiet_libraries():
             manager = lm_eval.tasks.TaskManager()
-        known, groups, single = manager.task_index, set(manager.all_groups), set(manager.all_subtasks)
-
-        def tasks_of(member: str | dict[str, Any], group: str) -> Iterator[str]:
-            """Yield the tasks of a group's member: an indexed name, or a task defined inside the group."""
-            name = member if isinstance(member, str) else str(member.get("group", member.get("task")))
-            if name in groups:
-                yield from (task for listed in known[name].cfg["task"] for task in tasks_of(listed, name))
-            elif isinstance(member, dict) and isinstance(member.get("task"), list):
-                yield from (task for listed in member["task"] for task in tasks_of(listed, f"{group}::{name}"))
-            elif name in known:
-                yield from (name,) if name in single else known[name].tags
-            else:
-                yield f"{group}::{name}"
-
-        return {
-            name: (str(entry.yaml_path) if name in single else None,
-                   sorted({*tasks_of(name, name)}) if name in groups else [name])
-            for name, entry in known.items()
-        }  # fmt: skip
+        single = {*manager.all_subtasks}
+        return {name: str(entry.yaml_path) if name in single else None for name, entry in manager.task_index.items()}
 
     folder = str(Path(lm_eval.tasks.__file__).parent)
-    key = {"lm_eval": metadata.version("lm_eval"), "folder": folder, "of each": ["file", "tasks"]}
-    # The files that it names can run code: they are the harness's own.
+    key = {"lm_eval": metadata.version("lm_eval"), "folder": folder, "of each": "file"}
+    # The files that it names can run code: they are the harness's own, whatever the cache says.
     inside = constr(pattern=rf"^{re.escape(folder)}([/\\][^/\\.][^/\\]*)+$")
-    index = cached(key, build, "harness", dict[str, tuple[inside | None, list[str]]])  # type: ignore[valid-type]
-    return {name: Indexed(file, tuple(tasks)) for name, (file, tasks) in index.items()}
+    return cached(key, build, "harness", dict[str, inside | None])  # type: ignore[valid-type]

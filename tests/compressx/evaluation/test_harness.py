@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import hashlib
 import importlib.util
@@ -20,16 +21,17 @@ import numpy as np
 import pytest
 import torch
 from tests.compressx.cli.commands import printed, refused
+from tests.compressx.evaluation.measuring import evaluators, measure
 from tests.compressx.saved import save_tiny
 
 from compressx.data.documents import rendered
-from compressx.evaluation.lm_eval import HarnessEvaluator, LmEval, check_tasks, check_tokenizer, run_tasks, task_index
+from compressx.evaluation.lm_eval import HarnessEvaluator, LmEval, check_tokenizer, run_tasks, task_index
 from compressx.models.access import InMemory
 from compressx.plugins.manager import load_plugins
 from compressx.prompts.selection import SelectorSettings
 from compressx.prompts.templates import around_text
 from compressx.recipe.sections import SelectTokens
-from compressx.runtime.errors import CalibrationError, RecipeError
+from compressx.runtime.errors import CalibrationError, PluginError, RecipeError
 from compressx.testing import tiny_model
 
 CHAT = (
@@ -55,6 +57,10 @@ def settings(*tasks: Any, **values: Any) -> LmEval:
 
 
 trusted = partial(settings, trust_task_code=True)
+
+
+def check(asked: LmEval) -> None:
+    HarnessEvaluator(asked).check(None, None, lambda *_: contextlib.nullcontext())
 
 
 def rolling(name: str) -> dict[str, Any]:
@@ -89,69 +95,39 @@ def few_tasks(project: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-class TestCheckTasks:
-    def test_names_groups_files_and_datasets_of_ours_pass_and_the_index_is_built_once(self, few_tasks, monkeypatch):
-        check_tasks(trusted("letters_easy", "tasks/letters_hard.yaml", rolling("docs")))
+class TestCheck:
+    def test_names_files_and_datasets_of_ours_pass_and_the_index_is_built_once(self, few_tasks, monkeypatch):
+        check(trusted("letters_easy", "tasks/letters_hard.yaml", rolling("docs")))
         monkeypatch.delattr("lm_eval.tasks.TaskManager")
-        check_tasks(settings("letters", rolling("docs")))
+        check(settings("letters", rolling("docs")))
 
     @pytest.mark.parametrize("forged", ["/evil.yaml", "{folder}/../evil.yaml", "{folder}x/evil.yaml", 3])
     def test_a_cached_index_that_names_a_file_elsewhere_is_built_anew(self, few_tasks: Path, forged: Any) -> None:
-        check_tasks(settings("letters_easy"))
+        check(settings("letters_easy"))
         (entry,) = (few_tasks.parent / "cache" / "harness").iterdir()
         index = json.loads(entry.read_text())
-        index["value"]["letters_easy"][0] = forged if forged == 3 else forged.format(folder=few_tasks)
+        index["value"]["letters_easy"] = forged if forged == 3 else forged.format(folder=few_tasks)
         entry.write_text(json.dumps(index))
-        assert task_index()["letters_easy"].file == str(few_tasks / "letters_easy.yaml")
+        assert task_index()["letters_easy"] == str(few_tasks / "letters_easy.yaml")
 
-    def test_an_unknown_name_is_answered_with_the_nearest_ones(self, few_tasks: Path) -> None:
-        with pytest.raises(RecipeError, match=r"no task is named 'leters_easy'; the nearest are letters_easy, letters"):
-            check_tasks(settings("leters_easy"))
-        with pytest.raises(RecipeError, match="no name is near"):
-            check_tasks(settings("qqqqq"))
+    @pytest.mark.parametrize(
+        ("asked", "told"),
+        [("leters_easy", r"no task is named 'leters_easy'; the nearest are letters_easy, letters"),
+         ("qqqqq", "no name is near"), ("mine.yaml", r"no such file: mine\.yaml \(looked in "),
+         ("tasks", r"no task is named 'tasks'; .* as the path of its \.yaml file$")],
+    )  # fmt: skip
+    def test_a_task_that_is_not_there_is_told(self, few_tasks: Path, asked: str, told: str) -> None:
+        with pytest.raises(RecipeError, match=told):
+            check(trusted(asked))
 
     def test_files_and_datasets_of_ours_need_no_index(self, few_tasks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delattr("lm_eval.tasks.TaskManager")
-        check_tasks(trusted("tasks/letters.yaml", rolling("docs")))
+        check(trusted("tasks/letters.yaml", rolling("docs")))
 
-    @pytest.mark.parametrize(
-        "tasks", [("letters", "letters"), ("letters", rolling("letters")), ("letters_easy", "tasks/letters_easy.yaml")]
-    )
-    def test_a_name_may_occur_only_once(self, few_tasks: Path, tasks: tuple[Any, ...]) -> None:
-        with pytest.raises(RecipeError, match=r"'letters(_easy)?' occurs 2 times"):
-            check_tasks(trusted(*tasks))
-
-    @pytest.mark.parametrize(
-        "tasks", [("letters", "letters_easy"), ("tasks/letters_easy.yaml", "letters"), ("letters", "alphabet")]
-    )
-    def test_a_task_may_not_be_in_a_group_and_beside_it(self, few_tasks: Path, tasks: tuple[str, ...]) -> None:
-        (few_tasks / "alphabet.yaml").write_text("group: alphabet\ntask: [{group: small, task: [letters_easy]}]\n")
-        with pytest.raises(RecipeError, match=r"both contain the task 'letters_easy', which .*; remove one of them"):
-            check_tasks(trusted(*tasks))
-
-    @pytest.mark.parametrize("name", ["token_perplexity", "word_perplexity", "needle", "sample"])
-    def test_a_task_cannot_take_the_name_of_a_figure(self, name: str) -> None:
-        with pytest.raises(RecipeError, match=f"cannot be named '{name}'"):
-            check_tasks(settings(rolling(name)))
-
-    @pytest.mark.parametrize(
-        ("text", "complaint"),
-        [(None, r"no such file: mine\.yaml \(looked in "), ("a: [", "is not a valid task file"),
-         ("- a", "is not a valid task file"), ("", "is not a valid task file"),
-         ("dataset_path: x", "names no task: expected the key task, group or include")],
-    )  # fmt: skip
-    def test_a_file_that_is_no_task_is_named(self, project: Path, text: str | None, complaint: str) -> None:
-        if text is not None:
-            (project / "mine.yaml").write_text(text)
-        with pytest.raises(RecipeError, match=complaint):
-            check_tasks(trusted("mine.yaml"))
-
-    def test_what_is_no_yaml_is_told_in_one_line(self, project: Path) -> None:
-        for text in ("a: [", "a: b: c", "\0", "[" * 10_000, "a: &a [*a]\n? *a\n: 1", "--- a\n--- b"):
-            (project / "mine.yaml").write_text(text)
-            with pytest.raises(RecipeError, match="is not a valid task file") as refused:
-                check_tasks(trusted("mine.yaml"))
-            assert "\n" not in str(refused.value)
+    @pytest.mark.parametrize("tasks", [("letters", "letters"), ("letters", rolling("letters")), (rolling("needle"),)])
+    def test_a_name_may_occur_only_once_and_is_no_metrics(self, tasks: tuple[Any, ...]) -> None:
+        with pytest.raises(ValueError, match=r"a task cannot be named '(letters|needle)', as another task or a metric"):
+            settings(*tasks)
 
     def test_the_real_harness_knows_wikitext(self, project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Of its thousands of tasks, whose index takes seconds, only the folder with this one is read."""
@@ -160,47 +136,9 @@ class TestCheckTasks:
         here = partial(harness.TaskManager, include_defaults=False)
         monkeypatch.setattr(harness, "TaskManager", lambda: here(include_path=f"{harness.__path__[0]}/wikitext"))
         monkeypatch.setenv("COMPRESSX_CACHE", str(project / "cache"))
-        check_tasks(settings("wikitext"))
+        check(settings("wikitext"))
         with pytest.raises(RecipeError, match="no task is named 'wikitxt'; the nearest are wikitext"):
-            check_tasks(settings("wikitxt"))
-
-
-@pytest.mark.parametrize(
-    "changed",
-    ["mine.yaml", "shared/base.yaml", "data/a.jsonl", "folder/deep/b.json", "group/one.yaml", "more.csv", "score.py"],
-)
-def test_figures_of_task_files_are_cached_by_what_the_tasks_are_made_of(changed: str, project: Path) -> None:
-    for folder in ("shared", "data", "folder/deep", "group"):
-        (project / folder).mkdir(parents=True)
-    (project / "mine.yaml").write_text("task: mine\ninclude: shared/base.yaml\ndataset_path: ./folder")
-    (project / "shared/base.yaml").write_text("dataset_kwargs: {data_files: {test: 'data/*.jsonl', more: more.csv}}")
-    (project / "group/all.yaml").write_text("group: all\ntask: [one]")
-    (project / "group/one.yaml").write_text("task: one\ndataset_path: json\nmetric_list: [{metric: ./score.py}]")
-    for name in ("data/a.jsonl", "folder/deep/b.json", "more.csv", "score.py", "unread.txt"):
-        (project / name).write_text("{}")
-    asked = HarnessEvaluator(trusted("mine.yaml", "group/all.yaml"))
-    before = asked.fingerprint({})
-    assert before == asked.fingerprint({})
-    (project / "unread.txt").write_text("another")
-    assert before == asked.fingerprint({})
-    (project / changed).write_text((project / changed).read_text() + "\n")
-    assert None is not asked.fingerprint({}) != before
-
-
-@pytest.mark.parametrize("place", ["mine.yaml", "base.yaml", "deep/one.yaml"])
-@pytest.mark.parametrize("text", ["x: {y: !function code.run}", "a: ["])
-def test_figures_of_task_files_with_functions_or_that_cannot_be_read_are_not_cached(
-    place: str, text: str, project: Path
-) -> None:
-    """A function may read whatever it likes."""
-    (project / "deep").mkdir()
-    (project / "mine.yaml").write_text("group: mine\ntask: [one]\ninclude: base.yaml\n")
-    (project / "base.yaml").write_text("metadata: {version: 1}\n")
-    (project / "deep/one.yaml").write_text("task: one\n")
-    asked = HarnessEvaluator(trusted("mine.yaml"))
-    assert asked.fingerprint({}) is not None
-    (project / place).write_text((project / place).read_text() + text)
-    assert asked.fingerprint({}) is None
+            check(settings("wikitxt"))
 
 
 EASY = "include: {tasks}/letters_easy.yaml"
@@ -208,15 +146,10 @@ EVIL = "process_docs: !function evil.run"
 RUN = "from pathlib import Path\n\ndef run(rows):\n    Path('ran').touch()\n    return rows\n"
 TASK_FILES = {
     "without any code": {"mine.yaml": f"task: mine\n{EASY}"},
-    "with code": {"mine.yaml": f"task: mine\n{EASY}\n{EVIL}"},
     "of the other ending": {"mine.yml": f"task: mine\n{EASY}\n{EVIL}"},
     "in a folder": {"deep/mine.yaml": f"task: mine\n{EASY}\n{EVIL}"},
     "by its whole path": {"{project}/mine.yaml": f"task: mine\n{EASY}\n{EVIL}"},
-    "with an include of another file": {"mine.yaml": f"task: mine\n{EASY}\n", "tasks/letters_easy.yaml": EVIL},
-    "that is nothing but an include": {"mine.yaml": "include: deep/more.yaml", "deep/more.yaml": f"task: mine\n{EASY}"},
     "of a group": {"tasks/mine.yaml": f"group: mine\ntask: [letters_easy]\n{EVIL}"},
-    "of a group of its own": {"tasks/mine.yaml": "group: mine\ntask: [own]", "tasks/own.yaml": f"task: own\n{EASY}"},
-    "named like a task of the harness": {"letters_easy.yaml": f"task: letters_easy\n{EASY}\n{EVIL}"},
     "of the harness itself": {"tasks/letters_easy.yaml": ""},
 }
 
@@ -234,23 +167,29 @@ class TestTrust:
                 file.write(text.format(tasks=few_tasks))
         return next(iter(request.param)).format(project=project)
 
-    def test_no_command_runs_a_task_file_that_is_not_trusted(self, task: str, project: Path) -> None:
+    def test_it_is_not_run_if_it_is_not_trusted(self, task: str, project: Path) -> None:
         told = (
             f"lm_eval.tasks: the task file {task!r} can run code (!function, templates, metrics, scripts that load "
             "data); if you trust it and what it names, set lm_eval.trust_task_code: true (eval: --trust-task-code)\n"
         )
+        assert refused("eval", "m", "--tasks", task).endswith(f": {told}")
+        assert not (project / "ran").exists()
+
+    def test_no_command_runs_it(self, few_tasks: Path, project: Path) -> None:
         save_tiny(project / "m", "llama")
+        (project / "evil.py").write_text(RUN)
+        (project / "mine.yaml").write_text(f"task: mine\n{EASY.format(tasks=few_tasks)}\n{EVIL}")
         recipe = "model: ./m\nprune: [{targets: ['*'], pruner: magnitude, sparsity: 0.5}]\noutput: out\n"
-        (project / "r.yaml").write_text(f"{recipe}evaluate: {{lm_eval: {{tasks: [{task}]}}}}\n")
+        (project / "r.yaml").write_text(f"{recipe}evaluate: {{lm_eval: {{tasks: [mine.yaml]}}}}\n")
         grid = ["--grid", "prune.0.sparsity=0.4,0.5"]
         for command in (["plan"], ["run", "-q"], ["sweep", "-q", *grid], ["eval", "m", "--recipe"]):
-            assert refused(*command, "r.yaml") == f"error: r.yaml:4:30: {told}"
-        assert refused("eval", "m", "--tasks", task).endswith(f": {told}")
+            told = "error: r.yaml:4:30: lm_eval.tasks: the task file 'mine.yaml' can run code"
+            assert refused(*command, "r.yaml").startswith(told)
         assert not {"ran", "out", "out-sweep"} & {path.name for path in project.iterdir()}
 
     @pytest.mark.slow
     def test_it_runs_if_it_is_trusted(self, task: str, tokenizer: Any, project: Path, request: Any) -> None:
-        check_tasks(asked := trusted(task))
+        check(asked := trusted(task))
         assert not (project / "ran").exists()
         measured = run_tasks(tiny_model("llama"), tokenizer, asked, {})
         assert {figures["acc"] for figures in measured.values() if figures} == {0.5}
@@ -277,39 +216,23 @@ class TestTrust:
     def test_a_name_is_the_harness_own_task_whatever_is_called_so_here(self, few_tasks: Path, tokenizer: Any) -> None:
         for shadow in ("letters_easy", "letters_easy.yaml"):
             Path(shadow).write_text(f"task: letters_easy\ninclude: {few_tasks}/letters_easy.yaml\n{EVIL}")
-        check_tasks(settings("letters_easy"))
+        check(settings("letters_easy"))
         assert run_tasks(tiny_model("llama"), tokenizer, settings("letters_easy"), {})["letters_easy"]["acc"] == 0.5
-
-    def test_a_folder_is_no_task(self, few_tasks: Path) -> None:
-        for asked in (settings("tasks"), trusted("tasks")):
-            with pytest.raises(RecipeError, match=r"no task is named 'tasks'; .* as the path of its \.yaml file$"):
-                check_tasks(asked)
-
-    @pytest.mark.parametrize("include", ["absent.yaml", "[deep/more.yaml]"])
-    def test_an_include_that_is_absent_is_told_before_any_work(self, project: Path, include: str) -> None:
-        (project / "deep").mkdir()
-        (project / "deep/more.yaml").write_text("include: absent.yaml")
-        (project / "mine.yaml").write_text(f"task: mine\ninclude: {include}")
-        with pytest.raises(RecipeError, match=r"no such file: .*absent\.yaml"):
-            check_tasks(trusted("mine.yaml"))
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "told"),
-    [("test_split: test", "test_split: tst", "KeyError: 'tst'"),
-     ("multiple_choice", "nope", "ValueError: Got invalid output_type 'nope'"),
-     ("test_split: test", "test_split: test\nfilter_list: [{name: x, filter: [{function: nope}]}]",
-      "KeyError: \"Unknown filter 'nope'"),
-     ("test_split: test", "test_split: test\nclass: nope", "TypeError: 'str' object is not callable")],
-)  # fmt: skip
-def test_a_task_that_the_harness_cannot_build_is_told_in_one_line(
-    few_tasks: Path, tokenizer: Any, old: str, new: str, told: str
+    ("tasks", "told"),
+    [(("tasks/letters_easy.yaml",), "KeyError: 'tst'"), (("letters", "letters_hard"), "ValueError: Duplicate task")],
+)
+def test_a_task_that_the_harness_cannot_run_is_told_in_one_line(
+    few_tasks: Path, tokenizer: Any, tasks: tuple[str, ...], told: str
 ) -> None:
     file = few_tasks / "letters_easy.yaml"
-    file.write_text(file.read_text().replace(old, new))
-    with pytest.raises(RecipeError, match=re.escape(f"the harness cannot build a task ({told}")) as refused:
-        run_tasks(tiny_model("llama"), tokenizer, settings("tasks/letters_easy.yaml"), {})
-    assert str(refused.value).endswith("; mend its file")
+    if len(tasks) == 1:
+        file.write_text(file.read_text().replace("test_split: test", "test_split: tst"))
+    asked = {"lm_eval": {"tasks": [*tasks], "trust_task_code": True}}
+    with pytest.raises(PluginError, match=f"^evaluator 'lm_eval': {told}") as refused:
+        measure(InMemory(tiny_model("llama")), tokenizer, evaluators(**asked))
     assert "\n" not in str(refused.value)
 
 

@@ -257,11 +257,10 @@ class TestEvaluateCached:
         assert measure(InMemory(model), tokenizer, asked, "dense") == first
         assert path.read_text() != "{"
 
-    @pytest.mark.parametrize(("body", "times"), [("", 1), ("process_docs: !function code.run\n", 2)])
-    def test_a_task_file_with_functions_is_always_measured(self, text, tokenizer, model, body: str, times: int) -> None:
-        (text / "mine.yaml").write_text(f"task: mine\n{body}")
+    def test_a_task_file_is_always_measured_since_it_may_read_whatever_it_likes(self, text, tokenizer, model) -> None:
+        (text / "mine.yaml").write_text("task: mine\n")
         asked = settings(lm_eval={"tasks": ["mine.yaml"], "trust_task_code": True})
         first = measure(InMemory(model), tokenizer, asked, "dense")
         runs = model.runs
         assert measure(InMemory(model), tokenizer, asked, "dense") == first
-        assert model.runs == times * runs
+        assert model.runs == 2 * runs
