@@ -273,6 +273,11 @@ class RunReport:
         return f"{len(self.layers)} linears{part}"
 
     @property
+    def pruners(self) -> str:
+        """Name the pruners that it used."""
+        return ", ".join(dict.fromkeys(layer.pruner for layer in self.layers))
+
+    @property
     def became(self) -> str:
         """What weights became that were dropped, in words."""
         return "the base's" if self.base else "zero"
@@ -288,7 +293,9 @@ class RunReport:
 
     def measures(self) -> dict[tuple[str, str], float]:
         """Return every number that was measured, by its name and by the model: `dense`, `pruned` or `finetuned`."""
-        return {(name, of): value for of, values in self.evaluation.items() for name, value in _flat(values).items()}
+        return {
+            (name, of): value for of, values in self.evaluation.items() for name, value in numbers_in(values).items()
+        }
 
 
 def total_sparsity(layers: Iterable[LayerReport]) -> float:
@@ -309,11 +316,12 @@ def grouped(
     return list(groups.values())
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
+def numbers_in(values: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
+    """Return the numbers that an evaluation measured, each under its full name, such as `arc_easy acc`."""
     flat: dict[str, float] = {}
     for name, value in values.items():
         if isinstance(value, Mapping):
-            flat |= _flat(value, f"{prefix}{name} ")
+            flat |= numbers_in(value, f"{prefix}{name} ")
         elif isinstance(value, int | float):
             flat[f"{prefix}{name}"] = float(value)
     return flat

@@ -120,7 +120,7 @@ def schema(host: Host) -> None:
 def compare(runs: tuple[Path, ...], output: Path | None) -> None:
     """Compare the output folders RUNS side by side; with --output, write table and plot too."""
     from compressx.cli import terminal
-    from compressx.report.compare import compare as side_by_side
+    from compressx.report.compare import side_by_side
 
     found = side_by_side(runs)
     terminal.show(*found.sections())
@@ -155,7 +155,7 @@ def sweep(
     """Run RECIPE for every combination of values, then compare; a second call continues where the first stopped."""
     from compressx.cli import terminal
     from compressx.pipeline.sweep import check, grid
-    from compressx.report.compare import compare as side_by_side
+    from compressx.report.compare import side_by_side
     from compressx.report.section import count_of
     from compressx.runtime.errors import noted
 

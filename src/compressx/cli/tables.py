@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from compressx.allocation.units import zeros_of
 from compressx.api.names import folded, kind_of
 from compressx.api.patterns import UNIT_KINDS
+from compressx.api.record import numbers_in
 from compressx.masks.inspect import sparsity_of
 from compressx.planning.make import who_prunes
 from compressx.plugins.kinds import EXPORTER
@@ -119,13 +120,7 @@ def _size(size: float) -> str:
 
 def of_figures(figures: Figures) -> Iterator[Section]:
     """Yield what was measured, each number under its full name."""
-    measured = {
-        f"{name} {metric}".rstrip(): value
-        for name, values in figures.items()
-        for metric, value in (values.items() if isinstance(values, Mapping) else [("", values)])
-        if isinstance(value, int | float)
-    }
-    yield Section(table=table(["measure", Column("value", ".6g")], estimates(measured).items()))
+    yield Section(table=table(["measure", Column("value", ".6g")], estimates(numbers_in(figures)).items()))
     if isinstance(sample := figures.get("sample"), Mapping):
         yield Section("Sample", text=f"{sample['prompt']}{sample['text']}")
 

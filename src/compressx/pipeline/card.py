@@ -14,8 +14,8 @@ from compressx.pipeline.stages import STAGES
 from compressx.planning.plan import Plan
 from compressx.recipe.document import dump_yaml, flow
 from compressx.recipe.schema import LoadedRecipe
-from compressx.report import markdown
 from compressx.report.contents import evaluation, model_name
+from compressx.report.markdown import to_markdown
 from compressx.report.section import Section, Table
 
 _USE = """\
@@ -44,7 +44,7 @@ def card(loaded: LoadedRecipe, plan: Plan, report: RunReport, checkpoint: Checkp
         pipeline_tag="text-generation",
         tags=["compressx", *(["pruned", _left(report).replace(" ", "-")] if report.layers else [])],
     )  # fmt: skip
-    return f"---\n{data.to_yaml()}\n---\n\n{markdown.page([*_sections(loaded, plan, report, tokenizer)])}"
+    return f"---\n{data.to_yaml()}\n---\n\n{to_markdown([*_sections(loaded, plan, report, tokenizer)])}"
 
 
 def _sections(loaded: LoadedRecipe, plan: Plan, report: RunReport, tokenizer: Any) -> Iterator[Section]:

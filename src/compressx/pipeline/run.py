@@ -27,8 +27,10 @@ from compressx.pipeline.stages import prepare, sections, walk
 from compressx.planning.plan import Plan
 from compressx.plugins.manager import Plugins, load_plugins
 from compressx.recipe.schema import LoadedRecipe, load_recipe
-from compressx.report import figures, html, markdown
+from compressx.report import figures
 from compressx.report.compare import read_report
+from compressx.report.html import to_html
+from compressx.report.markdown import to_markdown
 from compressx.runtime.code import __version__, library_versions
 from compressx.runtime.errors import RecipeError, noted
 from compressx.runtime.files import atomic_write, json_text
@@ -207,8 +209,8 @@ def _write_reports(state: RunState, folder: Path) -> RunReport:
     for name, text in {
         "recipe.yaml": recipe,
         "plan.json": json_text(state.plan.to_dict(), indent=1) + "\n",
-        "report.md": markdown.page(shown),
-        "report.html": html.page(shown, folder),
+        "report.md": to_markdown(shown),
+        "report.html": to_html(shown, folder),
         "report.json": report.to_json(),
     }.items():
         atomic_write(folder / name, text.encode())

@@ -12,20 +12,18 @@ from pathlib import Path
 from pydantic import TypeAdapter, ValidationError
 
 from compressx.api.record import RunReport
-from compressx.report import markdown, plots
+from compressx.report import plots
 from compressx.report.contents import model_name
-from compressx.report.section import Best, Column, Section, table
+from compressx.report.markdown import to_markdown
+from compressx.report.section import Best, Column, Section, Table, table
 from compressx.runtime.errors import ArtifactError
 from compressx.runtime.files import atomic_write, os_errors_named
 
 _REPORT: TypeAdapter[RunReport] = TypeAdapter(RunReport)
 
-
 _LESS = ("perplexity", "bits_per_byte")
 _MORE = ("acc", "acc_norm", "exact_match", "f1", "mcc")
 """Ends of the names of measures of which less, or more, is better."""
-
-_MEMORY = ("peak_memory_bytes", "peak_gpu_memory_bytes")
 
 
 @dataclass(frozen=True)
@@ -41,16 +39,6 @@ class Compared:
     name: str
     report: RunReport
     measures: dict[tuple[str, str], float]
-
-    @property
-    def pruners(self) -> str:
-        """Name the pruners that it used."""
-        return ", ".join(dict.fromkeys(layer.pruner for layer in self.report.layers))
-
-    @property
-    def seconds(self) -> float:
-        """How long it took."""
-        return self.report.seconds.get("total", 0.0)
 
 
 @dataclass(frozen=True)
@@ -72,32 +60,19 @@ class Comparison:
         order = ("dense", "pruned", "finetuned")
         return sorted({key: 0 for run in self.runs for key in run.measures}, key=lambda key: order.index(key[1]))
 
-    def sections(self) -> tuple[Section, ...]:
-        """Return a table with a row for each run, what it did not measure being empty, and the warnings."""
-        gpu = any(run.report.peak_gpu_memory_bytes for run in self.runs)
+    @property
+    def table(self) -> Table:
+        """A row for each run; what it did not measure is empty."""
         measures = [Column(f"{name.replace('_', ' ')}, {of}", ".4g") for name, of in self.measures]
+        gpu = any(run.report.peak_gpu_memory_bytes for run in self.runs)
         rows = [
-            (run.name, run.pruners, run.report.sparsity, *(self._value(run, key) for key in self.measures), run.seconds,
-             run.report.peak_memory_bytes / 2**30, *([run.report.peak_gpu_memory_bytes / 2**30] if gpu else []))
+            (run.name, run.report.pruners, run.report.sparsity, *(self._value(run, key) for key in self.measures),
+             run.report.seconds.get("total", 0.0), run.report.peak_memory_bytes / 2**30,
+             run.report.peak_gpu_memory_bytes / 2**30 if gpu else None)
             for run in self.runs
         ]  # fmt: skip
-        marked = any(isinstance(value, Best) for row in rows for value in row)
-        found = table(
-            [
-                "run",
-                "pruners",
-                Column("sparsity", ".2%"),
-                *measures,
-                Column("seconds", ".0f"),
-                Column("GiB", ".1f"),
-                *([Column("GPU GiB", ".1f")] if gpu else []),
-            ],
-            rows,
-        )
-        note = "The best of each column is marked: no run that is as sparse or sparser has a better value."
-        return Section(note=note if marked else "", table=found), *(
-            Section(note=f"warning: {text}") for text in self.warnings
-        )
+        costs = Column("seconds", ".0f"), Column("GiB", ".1f"), Column("GPU GiB", ".1f")
+        return table(["run", "pruners", Column("sparsity", ".2%"), *measures, *costs], rows)
 
     def _value(self, run: Compared, key: tuple[str, str]) -> float | None:
         """Return what a run measured, marked if it is the best of comparable runs that are as sparse or sparser."""
@@ -108,60 +83,54 @@ class Comparison:
         rivals = [x for x in others if round(x.report.sparsity, 3) >= round(run.report.sparsity, 3)]
         return value if any(sign * x.measures[key] > sign * value for x in rivals) else Best(value)
 
-    def csv(self) -> str:
-        """Return the table for programs, numbers in full."""
-        stream = io.StringIO()
-        writer = csv.writer(stream, lineterminator="\n")
-        writer.writerow(["run", "pruners", "sparsity", *map(".".join, self.measures), "seconds", *_MEMORY])
-        for run in self.runs:
-            values = [run.measures.get(key, "") for key in self.measures]
-            memory = [getattr(run.report, name) for name in _MEMORY]
-            writer.writerow([run.name, run.pruners, run.report.sparsity, *values, run.seconds, *memory])
-        return stream.getvalue()
+    def sections(self) -> tuple[Section, ...]:
+        """Return the table and the warnings."""
+        marked = any(isinstance(value, Best) for row in self.table.rows for value in row)
+        note = "The best of each column is marked: no run that is as sparse or sparser has a better value."
+        return Section(note=note if marked else "", table=self.table), *(
+            Section(note=f"warning: {text}") for text in self.warnings
+        )
 
     def write(self, folder: Path) -> list[Path]:
-        """Write `compare.md`, `compare.csv` and, where the runs measured something, `compare.svg`.
+        """Write `compare.md`, `compare.csv` with numbers in full and, where the runs measured something, `compare.svg`.
 
         Raises:
             ArtifactError: when they cannot be written.
         """
         written = [folder / "compare.md", folder / "compare.csv"]
-        atomic_write(written[0], markdown.page(self.sections()).encode())
-        atomic_write(written[1], self.csv().encode())
+        atomic_write(written[0], to_markdown(self.sections()).encode())
+        csv.writer(stream := io.StringIO(), lineterminator="\n").writerows([self.table.names, *self.table.rows])
+        atomic_write(written[1], stream.getvalue().encode())
         if self.measures:
             written.append(folder / "compare.svg")
-            plots.measures_by_sparsity(written[-1], self._panels())
+            plots.lines(written[-1], self._panels(), plots.BY_SPARSITY)
         return written
 
-    def _panels(self) -> dict[str, dict[str, list[tuple[float, float]]]]:
-        """Give each measure a panel, and in it each combination of pruners a line of (sparsity in percent, value).
+    def _panels(self) -> dict[str, dict[str, plots.Line]]:
+        """Give each measure a panel, and in it each combination of pruners a line of values over sparsity in percent.
 
         Runs of one combination that share a sparsity differ in something else, and no line joins them.
         """
-        panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
+        panels: dict[str, dict[str, set[tuple[float, float]]]] = {}
         for name, of in self.measures:
             if name.partition(",")[0].endswith("stderr"):  # of the harness's filters: `exact_match_stderr,strict`
                 continue
-            lines = panels.setdefault(name.replace("_", " "), {})
-            for run in self.runs:
-                if (name, of) not in run.measures:
-                    continue
-                value, share = run.measures[name, of], 100 * run.report.sparsity
-                if of == "dense":
-                    lines.setdefault("dense", []).append((0.0, value))
-                    continue
-                label = run.pruners + (", fine-tuned" if of == "finetuned" else "")
-                alike = [x for x in self.runs if x.pruners == run.pruners and (name, of) in x.measures]
-                if len({x.report.sparsity for x in alike}) < len(alike):
+            points = panels.setdefault(name.replace("_", " "), {})
+            measured = [run for run in self.runs if (name, of) in run.measures]
+            for run in measured:
+                alike = [x.report.sparsity for x in measured if x.report.pruners == run.report.pruners]
+                label = run.report.pruners + (", fine-tuned" if of == "finetuned" else "")
+                if len({*alike}) < len(alike):
                     label = f"{run.name}: {label}"
-                lines.setdefault(label, []).append((share, value))
+                place = (label, 100 * run.report.sparsity) if of != "dense" else ("dense", 0.0)
+                points.setdefault(place[0], set()).add((place[1], run.measures[name, of]))
         return {
-            title: {label: list(dict.fromkeys(points)) for label, points in lines.items()}
-            for title, lines in panels.items()
+            title: {label: ([x for x, _ in sorted(of)], [y for _, y in sorted(of)]) for label, of in points.items()}
+            for title, points in panels.items()
         }
 
 
-def compare(folders: Sequence[Path]) -> Comparison:
+def side_by_side(folders: Sequence[Path]) -> Comparison:
     """Read the reports of several runs, given by output folders or `report.json` files.
 
     Raises:

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
-from compressx.api.record import RunReport
+from compressx.api.record import RunReport, numbers_in
 from compressx.report.section import Column, Section, count_of, estimates, table
-
-_SECONDS = Column("seconds", ".1f")
 
 
 def model_name(model: Mapping[str, Any]) -> str:
@@ -31,7 +28,7 @@ def head(report: RunReport) -> Iterator[Section]:
         rows.append((str(name).replace("_", " "), f"{value:.4g}", note))
     total = report.seconds.get("total", sum(report.seconds.values()))
     took = f"{total / 60:.1f} min" if total >= 120 else f"{total:.0f} s"
-    rows.append(("time", took, ", ".join(dict.fromkeys(layer.pruner for layer in report.layers))))
+    rows.append(("time", took, report.pruners))
     gpu = f"on the GPU {report.peak_gpu_memory_bytes / 2**30:.1f} GiB" if report.peak_gpu_memory_bytes else ""
     rows.append(("peak memory", f"{report.peak_memory_bytes / 2**30:.1f} GiB", gpu))
     found = table(["measure", "value", "note"], rows)
@@ -89,11 +86,11 @@ def of_run(report: RunReport) -> Iterator[Section]:
 def _exports(report: RunReport) -> Iterator[Section]:
     """Yield what was measured of the files that were written, beside the model itself."""
     of = {x["format"]: x for x in report.exports if "evaluation" in x}
-    measured = replace(report, evaluation={name: x["evaluation"] for name, x in of.items()}).measures()
-    names, own = [*dict.fromkeys(name for name, _ in measured)], report.measures()
+    measured = {name: numbers_in(x["evaluation"]) for name, x in of.items()}
+    names, own = [*dict.fromkeys(n for numbers in measured.values() for n in numbers)], report.measures()
     last = next(iter(_changed(report)), "dense")
     rows = [
-        [name, x["bytes"] / 1e6, x["zeros"], *(y for n in names for y in (own.get((n, last)), measured[n, name]))]
+        [name, x["bytes"] / 1e6, x["zeros"], *(y for n in names for y in (own.get((n, last)), measured[name][n]))]
         for name, x in of.items()
     ]
     each = [c for n in names for c in (Column(f"{n.replace('_', ' ')}, {last}", ".4g"), Column("in the file", ".4g"))]
@@ -103,7 +100,7 @@ def _exports(report: RunReport) -> Iterator[Section]:
 
 
 def _stages(report: RunReport) -> Iterator[Section]:
-    yield Section("Seconds by stage", table=table(["stage", _SECONDS], report.seconds.items()))
+    yield Section("Seconds by stage", table=table(["stage", Column("seconds", ".1f")], report.seconds.items()))
 
 
 def _figures(report: RunReport) -> Iterator[Section]:

@@ -20,7 +20,7 @@ from torch import Tensor
 from compressx.api.names import in_short, kind_of
 from compressx.api.record import BlockReport, FinetuneReport, LayerReport, RunReport, grouped
 from compressx.report import plots
-from compressx.report.plots import Pooled
+from compressx.report.plots import Thumbnail
 from compressx.runtime.files import os_errors_named
 
 _Value = TypeVar("_Value")
@@ -32,13 +32,13 @@ class Matrices:
 
     Attributes:
         linears: names of the linears.
-        images: by name, pooled to kilobytes.
-        difference: of exactly two of one shape, absolute, taken before pooling; else None.
+        images: by name.
+        difference: of exactly two of one shape, absolute, taken before they are made small; else None.
     """
 
     linears: tuple[str, ...]
-    images: Mapping[str, Pooled]
-    difference: Pooled | None
+    images: Mapping[str, Thumbnail]
+    difference: Thumbnail | None
 
 
 def matrices(layers: Iterable[LayerReport], images: Mapping[str, Mapping[str, Tensor]]) -> tuple[Matrices, ...]:
@@ -48,14 +48,9 @@ def matrices(layers: Iterable[LayerReport], images: Mapping[str, Mapping[str, Te
         first, *others = named.values()
         difference = None
         if len(others) == 1 and others[0].shape == first.shape:
-            difference = plots.pooled((others[0].float() - first.float()).abs())
-        kept.append(
-            Matrices(
-                tuple(layer.name for layer in some),
-                {name: plots.pooled(image) for name, image in named.items()},
-                difference,
-            )
-        )
+            difference = plots.thumbnail((others[0].float() - first.float()).abs())
+        images_of = {name: plots.thumbnail(image) for name, image in named.items()}
+        kept.append(Matrices(tuple(layer.name for layer in some), images_of, difference))
     return tuple(kept)
 
 
@@ -98,11 +93,11 @@ class _Figure:
 
 def _losses(tuned: FinetuneReport | None) -> Iterator[_Figure]:
     if tuned is not None and tuned.losses:
-        lines: dict[str, plots.Line] = {"of each step's batch": (range(1, tuned.steps + 1), tuned.losses)}
+        losses: dict[str, plots.Line] = {"of each step's batch": (range(1, tuned.steps + 1), tuned.losses)}
         if tuned.held_out:
-            lines["held out"] = ([x.step for x in tuned.held_out], [x.loss for x in tuned.held_out])
-        drawn = partial(plots.losses, lines=lines)
-        yield _Figure("finetune", ".svg", f"Loss over the steps of fine-tuning, {' and '.join(lines)}.", drawn)
+            losses["held out"] = ([x.step for x in tuned.held_out], [x.loss for x in tuned.held_out])
+        drawn = partial(plots.lines, panels={"": losses}, layout=plots.LOSSES, up="loss")
+        yield _Figure("finetune", ".svg", f"Loss over the steps of fine-tuning, {' and '.join(losses)}.", drawn)
 
 
 def _reconstructions(blocks: Sequence[BlockReport]) -> Iterator[_Figure]:
@@ -112,7 +107,7 @@ def _reconstructions(blocks: Sequence[BlockReport]) -> Iterator[_Figure]:
         x = [float(index) for index, _ in trained]
         lines = {"pruned": (x, [r.before for _, r in trained]), "reconstructed": (x, [r.after for _, r in trained])}
         caption = "Held-out error of each decoder block's output, pruned and then reconstructed."
-        drawn = partial(plots.error_by_layer, quantity="block output error", panels={"": lines})
+        drawn = partial(plots.lines, panels={"": lines}, layout=plots.BY_BLOCK, up="block output error")
         yield _Figure("blocks_reconstruction", ".svg", caption, drawn)
 
 
@@ -133,23 +128,30 @@ def _families(blocks: Sequence[BlockReport]) -> Iterator[_Figure]:
         if len(members[family]) > 1:
             labels = dict.fromkeys(label for lines in panels.values() for label in lines)
             caption = f"`{family}` by decoder block: {', '.join(labels)}."
-            drawn = partial(plots.error_by_layer, quantity=family.replace("_", " "), panels=panels)
+            drawn = partial(plots.lines, panels=panels, layout=plots.BY_BLOCK, up=family.replace("_", " "))
             yield _Figure(f"layers_{family}", ".svg", caption, drawn)
 
 
 def _histories(blocks: Sequence[BlockReport]) -> Iterator[_Figure]:
     """Yield a figure for each kind of linear that has curves, a panel for each object with curves."""
-    figures: dict[str, dict[str, Mapping[str, Sequence[float]]]] = defaultdict(dict)
+    figures: dict[str, dict[str, dict[str, plots.Line]]] = defaultdict(dict)
     for block in blocks:
         for kinds, groups in _by_kind((layer, layer.history) for layer in block.layers).items():
             for layers, history in groups:
                 name = layers[0].name
                 inside = f"{block.fqn}\n{name.removeprefix(f'{block.fqn}.')}" if len(groups) > 1 else block.fqn
-                figures[kinds][inside if block.fqn else name] = history
+                curves: dict[str, plots.Line] = {
+                    curve: (range(1, len(values) + 1), values) for curve, values in history.items()
+                }
+                figures[kinds][inside if block.fqn else name] = curves
     for kinds, panels in figures.items():
-        names = dict.fromkeys(f"`{name}`" for lines in panels.values() for name in lines)
-        caption = f"{', '.join(names)} over the steps of the solver, {kinds} of each decoder block."
-        yield _Figure(f"steps_{kinds}", ".svg", caption, partial(plots.curves, panels=panels))
+        names = [*dict.fromkeys(name for curves in panels.values() for name in curves)]
+        quoted = ", ".join(f"`{name}`" for name in names)
+        caption = f"{quoted} over the steps of the solver, {kinds} of each decoder block."
+        up = names[0] if len(names) == 1 else "value"
+        yield _Figure(
+            f"steps_{kinds}", ".svg", caption, partial(plots.lines, panels=panels, layout=plots.BY_STEP, up=up)
+        )
 
 
 def _heat_maps(kept: Matrices) -> _Figure:

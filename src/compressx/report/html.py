@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from itertools import count
 from pathlib import Path
@@ -23,62 +22,8 @@ _COLOURS = {
 _WIDE = 500
 """Points of a drawing's width above which it gets the whole page, and is not made smaller than is legible."""
 
-_LONG = 12
-"""Rows and figures of a section for reference above which it is folded, unless its table is shaded."""
-_MANY = 4
-"""Columns of a table above which it needs the whole width."""
 
-
-@dataclass(frozen=True)
-class _TableCell:
-    """A cell: its text, its class (`text`, or its column's look), and how much of it is shaded, in percent."""
-
-    text: str
-    kind: str
-    share: float | None
-
-
-@dataclass(frozen=True)
-class _PageFigure:
-    """A figure within the page: an SVG as markup, or a PNG as a data URI."""
-
-    caption: str
-    svg: Any = None
-    data: str = ""
-
-    @property
-    def wide(self) -> bool:
-        """Whether its text would be too small in half of a page, or on a phone."""
-        width = re.search(r'width="([\d.]+)pt"', self.svg or "")
-        return width is not None and float(width[1]) > _WIDE
-
-
-@dataclass(frozen=True)
-class _Shown:
-    """A section as the page shows it."""
-
-    section: Section
-    header: list[_TableCell]
-    rows: list[list[_TableCell]]
-    figures: list[_PageFigure]
-
-    @property
-    def looks(self) -> str:
-        """The looks of its columns."""
-        return " ".join(dict.fromkeys(column.look for column in self.section.table.columns if column.look))
-
-    @property
-    def wide(self) -> bool:
-        """Whether nothing stands beside it, which would leave half of the page empty."""
-        return bool(self.figures or self.section.text) or len(self.rows) > _LONG or len(self.header) > _MANY
-
-    @property
-    def folded(self) -> bool:
-        """Whether a reader has to open it."""
-        return bool(self.section.brief) and not self.looks and len(self.rows) + len(self.figures) > _LONG
-
-
-def page(sections: Sequence[Section], folder: Path) -> str:
+def to_html(sections: Sequence[Section], folder: Path) -> str:
     """Return the content of `report.html`.
 
     Args:
@@ -89,16 +34,9 @@ def page(sections: Sequence[Section], folder: Path) -> str:
         ArtifactError: a figure's file that cannot be read.
     """
     numbers = count()
-    head, *others = (
-        _Shown(
-            section,
-            [_TableCell(column.name, _kind(column), None) for column in section.table.columns],
-            _cells(section.table),
-            [_figure(next(numbers), figure, folder) for figure in section.figures],
-        )
-        for section in sections
-    )
-    return str(_template().render(head=head, others=others))
+    head, *others = sections
+    drawn = [[_figure(next(numbers), figure, folder) for figure in section.figures] for section in others]
+    return str(_template().render(head=head, others=zip(others, drawn, strict=True)))
 
 
 @cache
@@ -109,6 +47,7 @@ def _template() -> Any:
     environment = Environment(
         loader=PackageLoader("compressx.report", "."), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
+    environment.filters["cells"] = _cells
     environment.filters["plain"] = lambda text: text.replace("`", "")
     environment.filters["coded"] = lambda text: Markup(re.sub(r"`([^`]*)`", r"<code>\1</code>", str(escape(text))))  # noqa: S704 - escaped
     # Names that are too long go on below after one of these, and are not broken elsewhere.
@@ -117,19 +56,13 @@ def _template() -> Any:
     return environment.get_template("report.html.jinja")
 
 
-def _cells(table: Table) -> list[list[_TableCell]]:
-    shares = [_shares(column, [row[i] for row in table.rows]) for i, column in enumerate(table.columns)]
-    return [
-        [
-            _TableCell(text, _kind(column), share[i])
-            for text, column, share in zip(row, table.columns, shares, strict=True)
-        ]
-        for i, row in enumerate(table.texts)
-    ]
-
-
-def _kind(column: Column) -> str:
-    return column.look or ("" if column.form else "text")
+def _cells(table: Table) -> list[list[tuple[str, str, Any]]]:
+    """Return the heading and the rows: of each cell its text, its class, and how much of it is shaded, in percent."""
+    kinds: list[str] = [column.look or ("" if column.form else "text") for column in table.columns]
+    columns = zip(table.columns, zip(*table.rows, strict=True), strict=False)  # nothing of a table without rows
+    shades = zip(*(_shares(column, values) for column, values in columns), strict=True)
+    rows = [[*zip(texts, kinds, shares, strict=True)] for texts, shares in zip(table.texts, shades, strict=True)]
+    return [[(name, kind, None) for name, kind in zip(table.names, kinds, strict=True)], *rows]
 
 
 def _shares(column: Column, values: Sequence[Value]) -> list[float | None]:
@@ -139,13 +72,18 @@ def _shares(column: Column, values: Sequence[Value]) -> list[float | None]:
     return [None if x is None else 100 * x / whole for x in numbers]
 
 
-def _figure(number: int, figure: Mapping[str, str], folder: Path) -> _PageFigure:
+def _figure(number: int, figure: Mapping[str, str], folder: Path) -> dict[str, Any]:
+    """Return a figure within the page: its caption, and an SVG as markup or a PNG as a data URI."""
     path = folder / figure["file"]
     with os_errors_named("read", path):
         content = path.read_bytes()
-    if path.suffix == ".svg":
-        return _PageFigure(figure["caption"], svg=_inline(content.decode(), f"f{number}-"))
-    return _PageFigure(figure["caption"], data="data:image/png;base64," + base64.b64encode(content).decode())
+    if path.suffix != ".svg":
+        data = "data:image/png;base64," + base64.b64encode(content).decode()
+        return {"caption": figure["caption"], "svg": "", "data": data, "wide": False}
+    svg = _inline(content.decode(), f"f{number}-")
+    # In half of a page, or on a phone, the text of a wide drawing would be too small.
+    width = re.search(r'width="([\d.]+)pt"', svg)
+    return {"caption": figure["caption"], "svg": svg, "wide": width is not None and float(width[1]) > _WIDE}
 
 
 def _inline(svg: str, prefix: str) -> Any:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from compressx.report.section import Best, Column, Section, Table, Value
 
 
-def page(sections: Sequence[Section]) -> str:
+def to_markdown(sections: Sequence[Section]) -> str:
     """Return the content of `report.md`; the first section's title is the page's."""
     return (
         "\n\n".join(part for i, section in enumerate(sections) for part in _parts(section, "##" if i else "#")) + "\n"

@@ -27,17 +27,17 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-LARGEST_SIDE = 128
+_LARGEST_SIDE = 128
 """Maximum rows and columns of a drawn matrix."""
 
 
 @dataclass(frozen=True, eq=False)
-class Pooled:
-    """A matrix pooled for drawing.
+class Thumbnail:
+    """A matrix made small for drawing.
 
     Attributes:
-        values: float32 on the CPU, each side at most `LARGEST_SIDE`.
-        shape: rows and columns before pooling.
+        values: float32 on the CPU, each side at most 128.
+        shape: rows and columns before.
     """
 
     values: Tensor
@@ -64,52 +64,62 @@ _STYLE: Any = {
 }
 
 
-def error_by_layer(path: Path, quantity: str, panels: Mapping[str, Mapping[str, Line]]) -> None:
-    """Draw a quantity over the decoder blocks, one line per label; logarithmic if all values are positive.
+@dataclass(frozen=True)
+class Layout:
+    """How panels of lines are arranged.
 
-    Block numbers and values are given by panel title and line label. All panels share both axes; where `quantity` is
-    empty, each has a vertical axis of its own.
+    Attributes:
+        across: label of the horizontal axis.
+        columns: panels in a row.
+        size: of a panel, in inches.
+        marked: whether points are marked.
+        one_scale: whether all panels share both axes, or each has a vertical axis of its own.
     """
-    _draw_lines(
-        path, panels, across="decoder block", up=quantity, columns=3, size=(4.6, 3.2), marked=True,
-        one_scale=bool(quantity),
-    )  # fmt: skip
+
+    across: str
+    columns: int
+    size: tuple[float, float]
+    marked: bool = False
+    one_scale: bool = True
 
 
-def curves(path: Path, panels: Mapping[str, Mapping[str, Sequence[float]]]) -> None:
-    """Draw curves over a solver's steps; logarithmic if all values are positive.
+BY_BLOCK = Layout("decoder block", 3, (4.6, 3.2), marked=True)
+BY_STEP = Layout("step", 5, (2.6, 2.0))
+LOSSES = Layout("step", 1, (5.0, 2.6))
+BY_SPARSITY = Layout("sparsity, %", 2, (5.0, 3.6), marked=True, one_scale=False)
 
-    One value per step is given by panel title and curve name. All panels share both axes.
+
+def lines(path: Path, panels: Mapping[str, Mapping[str, Line]], layout: Layout, up: str = "") -> None:
+    """Draw lines in panels, with one legend above; logarithmic where all values are positive.
+
+    Lines are given by panel title and label; `up` is the label of the vertical axis.
     """
-    names = list(dict.fromkeys(name for lines in panels.values() for name in lines))
-    stepped = {
-        title: {name: (range(1, len(values) + 1), values) for name, values in lines.items()}
-        for title, lines in panels.items()
-    }
-    up = names[0] if len(names) == 1 else "value"
-    _draw_lines(path, stepped, across="step", up=up, columns=5, size=(2.6, 2.0), marked=False)
+    columns = min(layout.columns, len(panels))
+    rows = math.ceil(len(panels) / columns)
+    labels = list(dict.fromkeys(label for named in panels.values() for label in named))
+    looks = dict(zip(labels, cycle(zip(_COLOURS, _MARKERS, strict=True)), strict=False))
+    shown: dict[str, Any] = {}
+    with _drawing(path, (max(layout.size[0] * columns, 5.0), layout.size[1] * rows + 0.5)) as figure:
+        axes = figure.subplots(rows, columns, sharex=True, sharey=layout.one_scale, squeeze=False)
+        for ax, (title, named) in zip(axes.flat, panels.items(), strict=False):
+            ax.set_title(title)
+            for label, (x, y) in named.items():
+                colour, marker = looks[label]
+                [shown[label]] = ax.plot(x, y, color=colour, marker=marker if layout.marked or len(x) == 1 else None)
+        for ax in axes.flat[len(panels) :]:
+            ax.set_visible(False)
+        for ax in axes.flat[max(0, len(panels) - columns) : len(panels)]:
+            ax.tick_params(labelbottom=True)  # the lowest panel of a column may not be in the last row
+        each = [[v for _, y in named.values() for v in y] for named in panels.values()]
+        for ax, values in zip(axes.flat, [list(chain(*each))] if layout.one_scale else each, strict=False):
+            _set_scales(ax, values)
+        figure.supxlabel(layout.across)
+        figure.supylabel(up)
+        if len(labels) > 1:
+            _add_legend(figure, shown)
 
 
-def losses(path: Path, lines: Mapping[str, Line]) -> None:
-    """Draw losses over the steps of a training; as `curves`, but each line has steps of its own."""
-    _draw_lines(path, {"": lines}, across="step", up="loss", columns=1, size=(5.0, 2.6), marked=False)
-
-
-def measures_by_sparsity(path: Path, panels: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]]) -> None:
-    """Draw measures over sparsity, one panel with its own vertical axis per measure.
-
-    Points of sparsity in percent and value are given in any order, by measure and line label.
-    """
-    lines: dict[str, dict[str, Line]] = {}
-    for title, named in panels.items():
-        ordered = {label: sorted(points) for label, points in named.items()}
-        lines[title] = {label: ([x for x, _ in points], [y for _, y in points]) for label, points in ordered.items()}
-    _draw_lines(
-        path, lines, across="sparsity, %", up="", columns=2, size=(5.0, 3.6), marked=True, one_scale=False,
-    )  # fmt: skip
-
-
-def heat_maps(path: Path, title: str, images: Mapping[str, Pooled], difference: Pooled | None) -> None:
+def heat_maps(path: Path, title: str, images: Mapping[str, Thumbnail], difference: Thumbnail | None) -> None:
     """Draw matrices side by side with a common colour scale, and their absolute difference with its own.
 
     Without negative entries colours follow the square root, so that an attention matrix shows more than its few large
@@ -129,12 +139,12 @@ def heat_maps(path: Path, title: str, images: Mapping[str, Pooled], difference: 
             figure.colorbar(drawn, ax=axes[-1], label="absolute difference", shrink=0.8)
 
 
-def pooled(image: Tensor) -> Pooled:
-    """Average-pool a matrix [rows, columns] of any dtype and device, so that each side is at most `LARGEST_SIDE`."""
-    rows, columns = image.shape
-    size = (min(rows, LARGEST_SIDE), min(columns, LARGEST_SIDE))
-    values = torch.nn.functional.adaptive_avg_pool2d(image.detach().float()[None], size)[0]
-    return Pooled(values.cpu(), (rows, columns))
+def thumbnail(matrix: Tensor) -> Thumbnail:
+    """Average a matrix [rows, columns] of any dtype and device over tiles, so that it is small."""
+    rows, columns = matrix.shape
+    size = (min(rows, _LARGEST_SIDE), min(columns, _LARGEST_SIDE))
+    values = torch.nn.functional.adaptive_avg_pool2d(matrix.detach().float()[None], size)[0]
+    return Thumbnail(values.cpu(), (rows, columns))
 
 
 @contextmanager
@@ -150,36 +160,6 @@ def _drawing(path: Path, size: tuple[float, float]) -> Iterator[Figure]:
         yield figure
         with os_errors_named("write", path):
             figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else {"Software": None})
-
-
-def _draw_lines(
-    path: Path, panels: Mapping[str, Mapping[str, Line]], *, across: str, up: str, columns: int,
-    size: tuple[float, float], marked: bool, one_scale: bool = True,
-) -> None:  # fmt: skip
-    """Draw panels of lines in rows of `columns`, each `size` inches, with one legend above."""
-    columns = min(columns, len(panels))
-    rows = math.ceil(len(panels) / columns)
-    labels = list(dict.fromkeys(label for lines in panels.values() for label in lines))
-    looks = dict(zip(labels, cycle(zip(_COLOURS, _MARKERS, strict=True)), strict=False))
-    shown: dict[str, Any] = {}
-    with _drawing(path, (max(size[0] * columns, 5.0), size[1] * rows + 0.5)) as figure:
-        axes = figure.subplots(rows, columns, sharex=True, sharey=one_scale, squeeze=False)
-        for ax, (title, lines) in zip(axes.flat, panels.items(), strict=False):
-            ax.set_title(title)
-            for label, (x, y) in lines.items():
-                colour, marker = looks[label]
-                [shown[label]] = ax.plot(x, y, color=colour, marker=marker if marked or len(x) == 1 else None)
-        for ax in axes.flat[len(panels) :]:
-            ax.set_visible(False)
-        for ax in axes.flat[max(0, len(panels) - columns) : len(panels)]:
-            ax.tick_params(labelbottom=True)  # the lowest panel of a column may not be in the last row
-        each = [[v for _, y in lines.values() for v in y] for lines in panels.values()]
-        for ax, values in zip(axes.flat, [list(chain(*each))] if one_scale else each, strict=False):
-            _set_scales(ax, values)
-        figure.supxlabel(across)
-        figure.supylabel(up)
-        if len(labels) > 1:
-            _add_legend(figure, shown)
 
 
 def _add_legend(figure: Figure, shown: Mapping[str, Any]) -> None:
@@ -219,7 +199,7 @@ def _colours(values: Tensor) -> dict[str, Any]:
     return {"cmap": "viridis", "norm": PowerNorm(0.5, 0.0, top)}
 
 
-def _matrix(ax: Axes, title: str, image: Pooled, scale: Mapping[str, Any]) -> Any:
+def _matrix(ax: Axes, title: str, image: Thumbnail, scale: Mapping[str, Any]) -> Any:
     """Draw one matrix, with the rows and columns before pooling on its axes."""
     ax.set_title(title)
     ax.set_xlabel("column")

@@ -31,7 +31,7 @@ from compressx.models.access import Access
 from compressx.models.blockwise import HiddenStates, Keep, in_memory
 from compressx.models.shards import each_tensor, read_tensors, write_tensors
 from compressx.report.figures import Matrices
-from compressx.report.plots import Pooled
+from compressx.report.plots import Thumbnail
 from compressx.report.section import count_of
 from compressx.runtime.errors import ArtifactError
 from compressx.runtime.files import BLOCKS, STATE, atomic_write, json_text, os_errors_named
@@ -259,7 +259,7 @@ class Journal:
         fqn = report.fqn
         if self.ranks.first:
             write_masks(self._file(fqn, "masks.safetensors"), masks)
-            images = {f"{i}.{j}": p for i, m in enumerate(matrices) for j, p in enumerate(_pooled(m))}
+            images = {f"{i}.{j}": p for i, m in enumerate(matrices) for j, p in enumerate(_images(m))}
             write_tensors(self._file(fqn, "matrices.safetensors"), {name: p.values for name, p in images.items()})
             atomic_write(self._file(fqn, "json"), json_text(_block_to_dict(report, matrices)).encode())
         self.finished.append(fqn)
@@ -428,14 +428,14 @@ def _short(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _pooled(matrices: Matrices) -> list[Pooled]:
+def _images(matrices: Matrices) -> list[Thumbnail]:
     """Return the images of some linears in the order in which they are stored."""
     return [*matrices.images.values(), *([] if matrices.difference is None else [matrices.difference])]
 
 
 def _block_to_dict(report: BlockReport, drawn: Sequence[Matrices]) -> dict[str, Any]:
     """Convert a block to plain data."""
-    matrices = [{"linears": m.linears, "names": [*m.images], "shapes": [p.shape for p in _pooled(m)]} for m in drawn]
+    matrices = [{"linears": m.linears, "names": [*m.images], "shapes": [p.shape for p in _images(m)]} for m in drawn]
     return {**dataclasses.asdict(report), "matrices": matrices}
 
 
@@ -451,7 +451,7 @@ def _block_from_dict(data: dict[str, Any], tensors: Mapping[str, Tensor]) -> tup
     """
     matrices = []
     for i, one in enumerate(data["matrices"]):
-        stored = [Pooled(tensors[f"{i}.{j}"], tuple(shape)) for j, shape in enumerate(one["shapes"])]
+        stored = [Thumbnail(tensors[f"{i}.{j}"], tuple(shape)) for j, shape in enumerate(one["shapes"])]
         images = dict(zip(one["names"], stored, strict=False))
         matrices.append(Matrices(tuple(one["linears"]), images, stored[-1] if len(stored) > len(images) else None))
     return _REPORT.validate_python({k: v for k, v in data.items() if k != "matrices"}), matrices

@@ -19,7 +19,7 @@ from compressx.models.loading import load_model
 from compressx.pipeline.run import run
 from compressx.pipeline.stages import sections
 from compressx.recipe.sources import ModelSource
-from compressx.report import markdown
+from compressx.report.markdown import to_markdown
 
 _ALL = {"targets": ["*"], "pruner": "magnitude", "sparsity": 0.5}
 _ATTENTION, _BLOCK = 64 * (64 + 32 + 32 + 64), 64 * (64 + 32 + 32 + 64) + 3 * 64 * 96
@@ -39,7 +39,7 @@ PARTS: dict[str, tuple[str, dict[str, Any], dict[str, Any], float]] = {
 
 def headlines(folder: Path, report: compressx.RunReport) -> dict[str, str]:
     """Return every line that gives the sparsity of the whole run."""
-    terminal = markdown.page([next(iter(sections(report)))])
+    terminal = to_markdown([next(iter(sections(report)))])
     pages = {
         "terminal": terminal,
         "report": (folder / "report.md").read_text(encoding="utf-8").partition("##")[0],
@@ -68,7 +68,7 @@ def test_what_is_no_linear_counts_as_dense(models, monkeypatch):
     monkeypatch.setattr("compressx.models.architecture._fused_experts", lambda _: None)
     report = run(recipe(models("mixtral"), _ALL))
     assert report.targeted == pytest.approx(_ATTENTION / (4 * 64 + _ATTENTION + 4 * 3 * 64 * 96))
-    assert "| sparsity | 50.00% | of 12 linears (14% of the blocks' matrices) |" in markdown.page(sections(report))
+    assert "| sparsity | 50.00% | of 12 linears (14% of the blocks' matrices) |" in to_markdown(sections(report))
     card = Path("out/model/README.md").read_text(encoding="utf-8")
     assert "# model, 7% sparse" in card, "of the whole blocks"
     assert "50.00% of the weights of 12 linears (14% of the blocks' matrices) are zero." in card

@@ -14,13 +14,14 @@ from compressx.api.record import BlockReport, FinetuneReport, HeldOutLoss, RunRe
 from compressx.cli import terminal
 from compressx.pipeline import stages
 from compressx.pipeline.stages import sections
-from compressx.report import html, markdown
+from compressx.report.html import to_html
+from compressx.report.markdown import to_markdown
 from compressx.report.section import Column, Section, table
 from compressx.stages.state import Stage
 
 
 def shown(report: RunReport) -> str:
-    return markdown.page(sections(report))
+    return to_markdown(sections(report))
 
 
 def rows(report: RunReport, title: str) -> list[list[str]]:
@@ -90,7 +91,7 @@ def test_what_is_the_same_everywhere_is_a_sentence_and_no_heat_map(count: int, t
     blocks = tuple(BlockReport(i, f"m.layers.{i}", alike, 1.0, 0.0) for i in range(30))
     same = next(s for s in sections(report(blocks=blocks)) if s.title == title)
     assert (same.note, same.table.rows) == ("All are 50.0%.", ())
-    assert 'class="heat"' not in html.page(sections(report(blocks=blocks)), tmp_path)
+    assert 'class="heat"' not in to_html(sections(report(blocks=blocks)), tmp_path)
     other = BlockReport(30, "m.layers.30", (layer("m.layers.30.mlp.up_proj", sparsity=0.6),), 1.0, 0.0)
     assert len(rows(report(blocks=(*blocks, other)), title)) == 31
 
@@ -138,10 +139,10 @@ def test_what_each_model_wrote_stands_side_by_side_and_is_no_markup(capsys, tmp_
     written = {"dense": "It is *blue*.\n<b>", "pruned": "a|b"}
     evaluation = {of: {"sample": {"prompt": "Why is\nthe sky blue?", "text": text}} for of, text in written.items()}
     made = sections(report(evaluation=evaluation))
-    page = markdown.page(made)
+    page = to_markdown(made)
     assert '\n## Sample\n\nWhat each model writes after "Why is the sky blue?", ' in page
     assert "\n| dense | pruned |\n| --- | --- |\n| It is \\*blue\\*.<br>\\<b\\> | a\\|b |\n" in page
-    web = html.page(made, tmp_path)
+    web = to_html(made, tmp_path)
     assert '<td class="prose">It is *blue*.\n&lt;b&gt;</td><td class="prose">a|b</td>' in web
     terminal.show(*made)
     assert "It is *blue*." in capsys.readouterr().out
@@ -189,8 +190,8 @@ def test_a_stages_section_stands_in_terminal_markdown_and_html(monkeypatch, caps
     assert [x for x in told[start + 2 :] if x][:1] == ["toy weight"]
     assert {"bear 2.0", "duck 0.5", "owl"} <= set(told)
     lines = ["## Toys", "", "Those of org/model.", "", "| toy | weight |", "| --- | --- |", "| bear | 2.0 |"]
-    assert "\n".join([*lines, "| duck | 0.5 |", "| owl |  |", ""]) in markdown.page(made)
-    page = html.page(made, tmp_path)
+    assert "\n".join([*lines, "| duck | 0.5 |", "| owl |  |", ""]) in to_markdown(made)
+    page = to_html(made, tmp_path)
     assert "<h2>Toys</h2>" in page
     assert '<th scope="row">bear</th><td class="bar" style="--share: 100.0">2.0</td>' in page
     assert '<th scope="row">duck</th><td class="bar" style="--share: 25.0">0.5</td>' in page

@@ -39,7 +39,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, Any]]:
         given[path.name] = arguments
         path.touch()
 
-    for name in ("error_by_layer", "curves", "heat_maps"):
+    for name in ("lines", "heat_maps"):
         monkeypatch.setattr(plots, name, record)
     return given
 
@@ -49,7 +49,7 @@ def test_a_family_has_a_line_for_each_member_and_counts_what_linears_share_once(
     written = figures.draw(report(blocks), [], tmp_path / "plots")
     [(file, given)] = drawn.items()
     assert file == "layers_error.svg"
-    assert given["quantity"] == "error"
+    assert (given["up"], given["layout"]) == ("error", plots.BY_BLOCK)
     lines = given["panels"]["q_proj, k_proj"]
     assert lines == {"mine": ([1, 2, 5], [0.1, 0.2, 0.5]), "wanda": ([1, 2, 5], [0.2, 0.4, 1.0])}
     assert written == ({"file": "plots/layers_error.svg", "caption": "`error` by decoder block: mine, wanda."},)
@@ -72,7 +72,10 @@ def test_curves_have_a_panel_for_each_block_or_for_each_linear_of_a_kind(tmp_pat
     blocks = [*(pair(i, history=h) for i, h in enumerate(histories)), BlockReport(2, "m.2", experts, 1.0), head]
     written = figures.draw(report(blocks), [], tmp_path / "plots")
     panels = {name: given["panels"] for name, given in drawn.items()}
-    assert panels["steps_q_proj_k_proj.svg"] == dict(zip(["m.layers.0", "m.layers.1"], histories, strict=True))
+    assert panels["steps_q_proj_k_proj.svg"] == {
+        "m.layers.0": {"loss": (range(1, 3), (2.0, 1.0))}, "m.layers.1": {"loss": (range(1, 3), (4.0, 3.0))}
+    }  # fmt: skip
+    assert {given["up"] for given in drawn.values()} == {"loss"}, "a single curve names the axis"
     assert list(panels["steps_up.svg"]) == ["m.2\nexperts.up.0", "m.2\nexperts.up.1"]
     assert list(panels["steps_lm_head.svg"]) == ["lm_head"]
     assert "`loss` over the steps of the solver, q_proj, k_proj" in {f["caption"][:51] for f in written}

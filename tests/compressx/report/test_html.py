@@ -23,7 +23,8 @@ from compressx.api.record import (
     total_sparsity,
 )
 from compressx.pipeline.stages import sections
-from compressx.report import figures, html
+from compressx.report import figures
+from compressx.report.html import to_html
 
 KINDS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -81,7 +82,7 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunReport, Path]:
     folder = tmp_path_factory.mktemp("run")
     report = run_in(folder)
     path = folder / "report.html"
-    path.write_text(html.page(sections(report, "model: m\nprune: [<all>]\n"), folder), encoding="utf-8")
+    path.write_text(to_html(sections(report, "model: m\nprune: [<all>]\n"), folder), encoding="utf-8")
     return report, path
 
 
@@ -148,7 +149,7 @@ def test_experts_are_averaged_by_their_weights_and_what_lies_outside_has_a_row_o
         BlockReport(1, "", (head,), 4.0),
     )
     report = dataclasses.replace(shown[0], blocks=blocks, figures=(), allocation=None, finetune=None, evaluation={})
-    text = html.page(sections(report), tmp_path)
+    text = to_html(sections(report), tmp_path)
     rows = re.findall(r'<tr><th scope="row">(\w+)</th>(.*?)</tr>', text)
     heat = {block: re.findall(r">([\d.]+%)<", cells) for block, cells in rows if 'class="heat"' in cells}
     assert heat == {"0": ["50.0%"], "outside": ["25.0%"]}
@@ -285,7 +286,7 @@ def test_a_phone_shows_the_result_without_scrolling(browser, shown, tmp_path):
     evaluation = dict.fromkeys(("dense", "pruned", "finetuned"), measured)
     report = dataclasses.replace(shown[0], evaluation=evaluation, figures=())
     path = tmp_path / "report.html"
-    path.write_text(html.page(sections(report), tmp_path), encoding="utf-8")
+    path.write_text(to_html(sections(report), tmp_path), encoding="utf-8")
     context = browser.new_context(viewport={"width": 400, "height": 800})
     context.set_default_timeout(0)
     page = context.new_page()

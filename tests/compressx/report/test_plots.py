@@ -12,7 +12,7 @@ import torch
 from compressx.report import plots
 from compressx.runtime.errors import ArtifactError
 
-BLOCKS = range(4)
+BLOCKS, STEPS = range(4), range(1, 4)
 PANELS = {"q_proj, k_proj": {"attnprune": (BLOCKS, [0.01, 0.02, 0.04, 0.2]), "wanda": (BLOCKS, [0.1, 0.2, 0.4, 0.9])}}
 
 
@@ -33,44 +33,41 @@ def curve_heights(path: Path) -> list[list[float]]:
     return found
 
 
-def test_lines_over_blocks_have_named_axes_panels_and_lines_and_names_are_no_formulas(tmp_path: Path) -> None:
-    plots.error_by_layer(tmp_path / "a.svg", "$\\frac$", {"$$": {"$a_1$": (BLOCKS, [1] * 4), "b": (BLOCKS, [2] * 4)}})
+def test_axes_panels_and_lines_are_named_and_names_are_no_formulas(tmp_path: Path) -> None:
+    panels = {"$$": {"$a_1$": (BLOCKS, [1] * 4), "b": (BLOCKS, [2] * 4)}}
+    plots.lines(tmp_path / "a.svg", panels, plots.BY_BLOCK, "$\\frac$")
     assert {"$\\frac$", "decoder block", "$$", "$a_1$", "b"} <= set(texts(tmp_path / "a.svg"))
+    panels = {f"block {i}": {"loss": (STEPS, [3.0, 2.0, 1.0]), "other": (STEPS, [1.0, 2.0, 3.0])} for i in range(7)}
+    plots.lines(tmp_path / "b.svg", panels, plots.BY_STEP, "value")
+    assert {"step", "value", "loss", "other", *panels} <= set(texts(tmp_path / "b.svg"))
+    assert len(curve_heights(tmp_path / "b.svg")) == 14 + 2, "those of the panels and the legend's"
 
 
 def test_positive_values_are_logarithmic_and_others_are_not_and_one_that_is_not_finite_leaves_a_gap(
     tmp_path: Path,
 ) -> None:
     ratios = [1.0, 10.0, 100.0]
-    plots.error_by_layer(tmp_path / "log.svg", "e", {"": {"a": (range(3), ratios)}})
-    plots.error_by_layer(tmp_path / "linear.svg", "e", {"": {"a": (range(3), [-1.0, *ratios[1:]])}})
+    plots.lines(tmp_path / "log.svg", {"": {"a": (range(3), ratios)}}, plots.BY_BLOCK)
+    plots.lines(tmp_path / "linear.svg", {"": {"a": (range(3), [-1.0, *ratios[1:]])}}, plots.BY_BLOCK)
     [log], [linear] = curve_heights(tmp_path / "log.svg"), curve_heights(tmp_path / "linear.svg")
     assert log[0] - log[1] == pytest.approx(log[1] - log[2], rel=1e-3)  # a decade each
     assert (linear[1] - linear[2]) / (linear[0] - linear[1]) == pytest.approx(90 / 11, rel=1e-3)
     assert {"1", "10", "100"} <= set(texts(tmp_path / "log.svg"))
-    plots.error_by_layer(tmp_path / "gap.svg", "e", {"": {"a": (range(5), [1.0, math.nan, math.inf, 2.0, 4.0])}})
+    values = [1.0, math.nan, math.inf, 2.0, 4.0]
+    plots.lines(tmp_path / "gap.svg", {"": {"a": (range(5), values)}}, plots.BY_BLOCK)
     assert {"1", "2"} <= set(texts(tmp_path / "gap.svg"))
     assert sum(map(len, curve_heights(tmp_path / "gap.svg"))) < 5
-
-
-def test_curves_of_one_panel_are_drawn_together_over_steps_from_one(tmp_path: Path) -> None:
-    panels = {f"block {i}": {"loss": [3.0, 2.0, 1.0], "penalty": [1.0, 2.0, 3.0]} for i in range(7)}
-    plots.curves(tmp_path / "a.svg", panels)
-    assert {"step", "value", "loss", "penalty", *panels} <= set(texts(tmp_path / "a.svg"))
-    assert len(curve_heights(tmp_path / "a.svg")) == 14 + 2  # the legend's
-    plots.curves(tmp_path / "one.svg", {"block 0": {"loss": [0.0312, 0.0320, 0.0381]}})
-    found = texts(tmp_path / "one.svg")
-    assert found.count("loss") == 1
-    assert "value" not in found, "a single curve names the axis and needs no legend"
+    plots.lines(tmp_path / "short.svg", {"": {"loss": (STEPS, [0.0312, 0.0320, 0.0381])}}, plots.BY_STEP)
+    found = texts(tmp_path / "short.svg")
+    assert "loss" not in found, "a single curve needs no legend"
     assert len([t for t in found if t.startswith("0.03")]) >= 2, "a logarithmic axis of a short range has its numbers"
 
 
 def draw_all(folder: Path) -> dict[str, bytes]:
     folder.mkdir()
-    plots.error_by_layer(folder / "a.svg", "e", PANELS)
-    plots.curves(folder / "b.svg", {"block 0": {"loss": [3.0, 2.0, 1.0]}})
-    images = {"dense": plots.pooled(torch.eye(8)), "pruned": plots.pooled(torch.ones(8, 8) / 8)}
-    plots.heat_maps(folder / "c.png", "layer", images, plots.pooled((torch.eye(8) - 1 / 8).abs()))
+    plots.lines(folder / "a.svg", PANELS, plots.BY_BLOCK, "e")
+    images = {"dense": plots.thumbnail(torch.eye(8)), "pruned": plots.thumbnail(torch.ones(8, 8) / 8)}
+    plots.heat_maps(folder / "c.png", "layer", images, plots.thumbnail((torch.eye(8) - 1 / 8).abs()))
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
@@ -93,7 +90,7 @@ def pixels(path: Path) -> torch.Tensor:
 
 @pytest.mark.slow
 def test_heat_maps_share_one_scale_and_the_ground_is_white(tmp_path: Path) -> None:
-    images = {"low": plots.pooled(torch.full((8, 8), 0.25)), "high": plots.pooled(torch.full((8, 8), 1.0))}
+    images = {"low": plots.thumbnail(torch.full((8, 8), 0.25)), "high": plots.thumbnail(torch.full((8, 8), 1.0))}
     plots.heat_maps(tmp_path / "a.png", "layer", images, None)
     drawn = pixels(tmp_path / "a.png")
     assert drawn[0, 0].tolist() == drawn[-1, -1].tolist() == [255, 255, 255]
@@ -107,16 +104,16 @@ def test_heat_maps_share_one_scale_and_the_ground_is_white(tmp_path: Path) -> No
 
 def test_a_small_matrix_is_kept_and_a_large_one_averaged() -> None:
     small = torch.rand(128, 3, dtype=torch.float64)
-    assert torch.equal(plots.pooled(small).values, small.float())
+    assert torch.equal(plots.thumbnail(small).values, small.float())
     large = torch.rand(256, 384)
-    pooled = plots.pooled(large)
-    assert pooled.shape == (256, 384)
-    torch.testing.assert_close(pooled.values, large.view(128, 2, 128, 3).mean(dim=(1, 3)))
-    mask = plots.pooled(torch.ones(200, 7, dtype=torch.bool))
+    small = plots.thumbnail(large)
+    assert small.shape == (256, 384)
+    torch.testing.assert_close(small.values, large.view(128, 2, 128, 3).mean(dim=(1, 3)))
+    mask = plots.thumbnail(torch.ones(200, 7, dtype=torch.bool))
     assert (mask.values.shape, mask.values.dtype) == ((128, 7), torch.float32)
     assert (mask.values == 1).all()
 
 
 def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match=r"cannot write .*missing/a\.svg"):
-        plots.curves(tmp_path / "missing/a.svg", {"": {"loss": [1.0]}})
+        plots.lines(tmp_path / "missing/a.svg", {"": {"loss": ([1], [1.0])}}, plots.BY_STEP)

@@ -10,7 +10,8 @@ from markdown_it import MarkdownIt
 from tests.compressx.cli.commands import refused
 
 from compressx.cli import terminal
-from compressx.report import html, markdown
+from compressx.report.html import to_html
+from compressx.report.markdown import to_markdown
 from compressx.report.section import Column, Section, Spread, Table, table
 from compressx.runtime.errors import ArtifactError
 from compressx.stages.log import FORMAT
@@ -37,7 +38,7 @@ def test_a_column_that_is_empty_in_every_row_is_left_out_and_zero_is_not_empty()
 
 def test_a_bar_in_a_table_of_markdown_does_not_end_the_cell() -> None:
     head = Section("Head", table=table(["pattern"], [("a|b",)]))
-    assert markdown.page([head]) == "# Head\n\n| pattern |\n| --- |\n| a\\|b |\n"
+    assert to_markdown([head]) == "# Head\n\n| pattern |\n| --- |\n| a\\|b |\n"
 
 
 def test_html_folds_what_is_long_and_for_reference_unless_it_is_shaded(tmp_path) -> None:
@@ -45,7 +46,7 @@ def test_html_folds_what_is_long_and_for_reference_unless_it_is_shaded(tmp_path)
     plain, shaded = (table(["n", Column("x", ".1f", look)], many) for look in ("", "heat"))
 
     def folded(section: Section) -> bool:
-        return "<details>" in html.page([Section("Head"), section], tmp_path)
+        return "<details>" in to_html([Section("Head"), section], tmp_path)
 
     assert folded(Section("Long", table=plain, brief="13 rows"))
     assert not folded(Section("Long", table=plain))
@@ -54,7 +55,7 @@ def test_html_folds_what_is_long_and_for_reference_unless_it_is_shaded(tmp_path)
 
 
 def test_html_escapes_and_marks_code(tmp_path) -> None:
-    page = html.page([Section("Head"), Section("A `b`", "c < `d`", text="<e>")], tmp_path)
+    page = to_html([Section("Head"), Section("A `b`", "c < `d`", text="<e>")], tmp_path)
     assert "<h2>A <code>b</code></h2>" in page
     assert "<p>c &lt; <code>d</code></p>" in page
     assert "<pre>&lt;e&gt;</pre>" in page
@@ -100,7 +101,7 @@ def test_names_are_no_markup_wherever_they_stand(name: str) -> None:
         Section("Recipe", text=f"model: {name}", language="yaml"),
         Section("Sample", table=table([Column("dense", look="prose")], [[name]])),
     ]
-    page = Elements(MarkdownIt("commonmark").enable("table").render(markdown.page(shown)))
+    page = Elements(MarkdownIt("commonmark").enable("table").render(to_markdown(shown)))
     assert set(page.found) <= {"h1", "h2", "p", "table", "thead", "tbody", "tr", "th", "td", "img", "pre", "code", "br",
                                "em", "strong"} - ({"br"} if "\n" not in name else set())  # fmt: skip
     assert page.links == ["plots/a.svg"]
@@ -110,7 +111,7 @@ def test_names_are_no_markup_wherever_they_stand(name: str) -> None:
 
 def test_a_link_to_the_base_model_and_code_in_a_note_stay() -> None:
     note = "[org/a_model](https://huggingface.co/org/a_model) by `run`"
-    page = Elements(MarkdownIt("commonmark").render(markdown.page([Section("Model", note)])))
+    page = Elements(MarkdownIt("commonmark").render(to_markdown([Section("Model", note)])))
     assert page.links == ["https://huggingface.co/org/a_model"]
     assert "code" in page.found
 
@@ -121,7 +122,7 @@ def test_names_are_no_markup_in_html(name: str, tmp_path: Path) -> None:
     figure = {"caption": name, "file": "a.svg"}
     made = [Section(name, name, table(["measure", "value", "note"], [[name, name, name]])),
             Section(name, name, table([name, "b"], [[name, "1"]]), (figure,), name)]  # fmt: skip
-    page, plain = (Elements(html.page(x, tmp_path)) for x in (made, [
+    page, plain = (Elements(to_html(x, tmp_path)) for x in (made, [
         Section("a", "a", table(["measure", "value", "note"], [["a", "a", "a"]])),
         Section("a", "a", table(["a", "b"], [["a", "1"]]), ({**figure, "caption": "a"},), "a"),
     ]))  # fmt: skip
@@ -135,10 +136,10 @@ def test_control_characters_of_names_reach_neither_terminal_nor_pages(capsys: An
     made = [Section(FORGED, FORGED, table(["measure", "value", "note"], [[FORGED, FORGED, "1"]])),
             Section(FORGED, FORGED, table(["a", "b"], [[FORGED, "1"]]), text=FORGED)]  # fmt: skip
     terminal.show(*made)
-    for text in (capsys.readouterr().out, markdown.page(made[:1])):
+    for text in (capsys.readouterr().out, to_markdown(made[:1])):
         assert text.replace("\n", "").isprintable()
         assert r"w\x1b[2K" in text.replace(r"\\x1b\[", r"\x1b[")
-    assert "\x1b" not in html.page(made[:1], tmp_path)
+    assert "\x1b" not in to_html(made[:1], tmp_path)
 
 
 def test_an_error_does_not_move_the_cursor(monkeypatch: pytest.MonkeyPatch) -> None:
