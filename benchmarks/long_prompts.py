@@ -35,13 +35,13 @@ METHODS = ("full", *SELECTORS, *PRESSES)
 
 def prompts(given: argparse.Namespace, tokenizer: Any) -> list[Any]:
     """Return the grid of prompts."""
-    from compressx.evaluation.needle import NeedleGrid, grid
+    from compressx.evaluation.needle import NeedleGrid, grid_prompts
     from compressx.prompts.templates import text_ids
 
     settings = NeedleGrid.model_validate(
         {"dataset": {"text": given.text}, "lengths": given.lengths, "depths": given.depths, "needles": given.needles}
     )
-    return list(grid(tokenizer, text_ids(tokenizer, Path(given.text).read_text(encoding="utf-8")), settings))
+    return list(grid_prompts(tokenizer, text_ids(tokenizer, Path(given.text).read_text(encoding="utf-8")), settings))
 
 
 class Watched:

@@ -57,7 +57,7 @@ def evaluate(
     short for --set evaluate.lm_eval.KEY=VALUE.
     """
     from compressx.cli import tables, terminal
-    from compressx.evaluation.saved import evaluate_saved, measures, source_of
+    from compressx.evaluation.saved import evaluate_saved, evaluate_section, source_of
     from compressx.prompts.selection import SelectorSettings
     from compressx.recipe.schema import load_recipe
 
@@ -66,7 +66,7 @@ def evaluate(
         given["tasks"] = json.dumps([task.strip() for task in given["tasks"].split(",")])
     asked = [*(f"evaluate.lm_eval.{key}={value}" for key, value in given.items()), *overrides]
     plugins = host.plugins()
-    settings, select = measures(recipe, asked, plugins, perplexity="tasks" not in given)
+    settings, select = evaluate_section(recipe, asked, plugins, perplexity="tasks" not in given)
     selecting = None if select is None else SelectorSettings(select, plugins)
     trusted = trust_remote_code or (recipe is not None and load_recipe(recipe, asked).recipe.model.trust_remote_code)
     source = source_of(model, dtype=dtype, revision=revision, trust_remote_code=trusted, base=base)

@@ -26,7 +26,6 @@ from compressx.runtime.cache import cached
 from compressx.runtime.code import code_versions
 from compressx.runtime.errors import Mistakes, PluginError, RecipeError, blamed_on, one_line
 
-Progress: TypeAlias = Callable[[int, int], None]
 Options: TypeAlias = Mapping[str, BaseModel]
 """The validated options of each evaluator, by its name, in the order of the recipe."""
 
@@ -169,9 +168,9 @@ def ready(
     return ReadyEvaluator(spec.name, options, evaluator, text, code)
 
 
-def evaluate(
+def measure(
     access: Access, tokenizer: Any, evaluators: Sequence[ReadyEvaluator], *, selecting: SelectorSettings | None = None,
-    progress: Progress | None = None, fingerprint: str | None = None,
+    progress: Callable[[int, int], None] | None = None, fingerprint: str | None = None,
 ) -> Figures:  # fmt: skip
     """Measure a model by every evaluator of a recipe, and return the figures by name; nothing of it is changed.
 

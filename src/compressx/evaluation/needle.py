@@ -5,7 +5,8 @@ Perplexity hardly sees retrieval: most tokens can be predicted from the few befo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from statistics import fmean
 from typing import Any
 
 from pydantic import Field, StrictInt, model_validator
@@ -56,7 +57,7 @@ def needle_figures(
     Raises:
         CalibrationError: too little text.
     """
-    asked = list(grid(tokenizer, hay, settings))
+    asked = list(grid_prompts(tokenizer, hay, settings))
     places = [selection.places(x.ids, x.protected) for x in asked] if selection else []
     reads = {"answered": [x.ids for x in asked]}
     if selection is not None:
@@ -75,10 +76,10 @@ def needle_figures(
         measured["kept, selected"] = [share_kept(x.places, kept) for x, kept in zip(asked, places, strict=True)]
     cells = dict.fromkeys((len(x.ids), x.depth) for x in asked)
     return {
-        **{name: _mean(values) for name, values in measured.items()},
+        **{name: fmean(values) for name, values in measured.items()},
         "grid": [
             {"length": length, "depth": depth, **{
-                name: _mean([v for x, v in zip(asked, values, strict=True) if (len(x.ids), x.depth) == (length, depth)])
+                name: fmean([v for x, v in zip(asked, values, strict=True) if (len(x.ids), x.depth) == (length, depth)])
                 for name, values in measured.items()
             }}
             for length, depth in cells
@@ -86,7 +87,7 @@ def needle_figures(
     }  # fmt: skip
 
 
-def grid(tokenizer: Any, hay: Tensor, settings: NeedleGrid) -> Iterator[NeedlePrompt]:
+def grid_prompts(tokenizer: Any, hay: Tensor, settings: NeedleGrid) -> Iterator[NeedlePrompt]:
     """Yield every prompt of a grid; each begins elsewhere in the text if it can, and equally in every run."""
     depths = [i / (settings.depths - 1) for i in range(settings.depths)] if settings.depths > 1 else [0.5]
     for length in settings.lengths:
@@ -94,10 +95,6 @@ def grid(tokenizer: Any, hay: Tensor, settings: NeedleGrid) -> Iterator[NeedlePr
             for j, fact in enumerate(MEASURING[: settings.needles]):
                 start = (i * settings.needles + j) * 1009
                 yield needle_prompt(tokenizer, hay, fact, length, depth, start=start)
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
 
 
 class NeedleEvaluator:
@@ -115,7 +112,7 @@ class NeedleEvaluator:
     def read(self, model: Any, tokenizer: Any) -> Tensor:
         """Return the text in which sentences are hidden, int64 [tokens]."""
         hay = text_ids(tokenizer, "\n\n".join(texts(self.options.dataset, "evaluation")))
-        for asked in grid(tokenizer, hay, self.options):
+        for asked in grid_prompts(tokenizer, hay, self.options):
             check_ids(model, asked.ids, tokenizer, "needle: the prompt")
         return hay
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,8 @@ from compressx.api.exporter import FinishedModel, PlannedModel
 from compressx.data.documents import check_dataset
 from compressx.evaluation.evaluators import (
     Options,
-    Progress,
     check_evaluators,
-    evaluate,
+    measure,
     options_of,
     read_evaluators,
 )
@@ -70,7 +69,7 @@ def source_of(
     return source.model_copy(update=told)
 
 
-def measures(
+def evaluate_section(
     recipe: Path | None, overrides: Sequence[str], plugins: Plugins, *, perplexity: bool = True
 ) -> tuple[Options, SelectTokens | None]:
     """Return what to measure, a recipe's `evaluate` section or token perplexity on WikiText-2, and `select_tokens`.
@@ -122,7 +121,7 @@ def evaluate_saved(
     masks: Path | None = None,
     selecting: SelectorSettings | None = None,
     device: Device = "auto",
-    progress: Progress | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Figures:
     """Evaluate a model, with masks applied first if given; the model is then loaded completely into memory.
 
@@ -144,7 +143,7 @@ def evaluate_saved(
     access: Access = open_model(checkpoint, False if loaded is not None else source.streaming, where)
     if loaded is not None:
         loaded.apply(access.model, base=base)
-    return evaluate(access, tokenizer, ready, selecting=selecting, progress=progress)
+    return measure(access, tokenizer, ready, selecting=selecting, progress=progress)
 
 
 def _of_masks(source: ModelSource, masks: MaskSet | None) -> tuple[ModelSource, Any]:

@@ -8,7 +8,7 @@ from textwrap import shorten
 from typing import Literal, cast
 
 from compressx.api.record import RunReport
-from compressx.evaluation.evaluators import check_evaluators, evaluate
+from compressx.evaluation.evaluators import check_evaluators, measure
 from compressx.models.access import Access
 from compressx.models.streaming import StreamedModel, open_streamed
 from compressx.planning.plan import Plan
@@ -64,7 +64,7 @@ def _measure(
 ) -> None:
     progress = partial(state.report_progress, cast("StageName", f"evaluate {of}"))
     progress(0, 1)
-    figures = evaluate(
+    figures = measure(
         access, state.tokenizer, state.evaluators, selecting=selecting_of(state), progress=progress,
         fingerprint=fingerprint,
     )  # fmt: skip

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from pydantic import Field, StrictInt, model_validator
@@ -27,8 +27,6 @@ from compressx.models.generate import check_ids
 from compressx.recipe.sources import Bos, DatasetField, DatasetSource
 from compressx.recipe.validation import Strict, conflict
 from compressx.runtime.errors import CalibrationError, RecipeError
-
-Progress: TypeAlias = Callable[[int, int], None]
 
 FIGURES = ("token_perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte", "needle", "sample")
 """Names under which an evaluation reports what is not the figures of one text or task, which need other names."""
@@ -75,7 +73,7 @@ class TokenPerplexity(Strict):
 
 
 def token_perplexity(
-    access: Access, windows: Tensor, *, batch_size: int = 4, progress: Progress | None = None
+    access: Access, windows: Tensor, *, batch_size: int = 4, progress: Callable[[int, int], None] | None = None
 ) -> float:
     """Compute exp of the mean negative log-likelihood per token, as reported by SparseGPT (arXiv 2301.00774) and Wanda.
 

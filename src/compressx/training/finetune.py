@@ -34,7 +34,6 @@ from compressx.runtime.errors import ArtifactError, CalibrationError, Unsupporte
 from compressx.runtime.quiet import quiet_libraries
 from compressx.training.trainable import adapted, check_trained, own_checkpointing_off, scales, trainable
 
-Progress: TypeAlias = Callable[[int, int, float], None]
 Tell: TypeAlias = Callable[[str], None]
 
 _LARGEST_NORM = 1.0
@@ -89,7 +88,8 @@ def training_windows(
 
 def finetune(
     model: Any, masks: MaskSet, windows: Tensor, settings: Finetune, *, teacher: Any | None = None,
-    products: torch.dtype | None = None, checkpoint: Path | None = None, progress: Progress | None = None,
+    products: torch.dtype | None = None, checkpoint: Path | None = None,
+    progress: Callable[[int, int, float], None] | None = None,
     tell: Tell = lambda _: None,
 ) -> FinetuneReport:  # fmt: skip
     """Train the remaining weights of a pruned model, or adapters, in place; dropped ones stay zero.
@@ -163,7 +163,7 @@ class _Steps:
         self.before = 0.0  # seconds before an interruption
         self.started = time.perf_counter()
 
-    def run(self, checkpoint: Path | None, progress: Progress | None) -> None:
+    def run(self, checkpoint: Path | None, progress: Callable[[int, int, float], None] | None) -> None:
         """Do the remaining steps, and end with the best weights."""
         if checkpoint is not None and checkpoint.exists():
             self._load(checkpoint)

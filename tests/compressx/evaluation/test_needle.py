@@ -15,15 +15,15 @@ from tests.compressx.pipeline.runs import recipe, weights
 from tests.compressx.saved import save_tiny
 
 from compressx.evaluation import needle
-from compressx.evaluation.needle import NeedleGrid, grid, needle_figures
-from compressx.evaluation.saved import evaluate_saved, measures, source_of
+from compressx.evaluation.needle import NeedleGrid, grid_prompts, needle_figures
+from compressx.evaluation.saved import evaluate_saved, evaluate_section, source_of
 from compressx.models.access import InMemory
 from compressx.pipeline.run import plan, run
 from compressx.plugins.manager import load_plugins
 from compressx.prompts.needles import MEASURING
 from compressx.prompts.selection import SelectorSettings
 from compressx.recipe.sections import SelectTokens
-from compressx.runtime.errors import CalibrationError, PluginError, RecipeError, UnsupportedModelError
+from compressx.runtime.errors import CalibrationError, CompressxError, PluginError, RecipeError
 from compressx.testing import tiny_model
 
 LENGTHS = [150, 200]
@@ -38,6 +38,11 @@ def settings(**given: Any) -> NeedleGrid:
     return NeedleGrid.model_validate({"dataset": "python-docs", "lengths": LENGTHS, "depths": 3, "needles": 2, **given})
 
 
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("saved") / "model", "llama")
+
+
 def model() -> InMemory:
     found = tiny_model("llama")
     found.config.max_position_embeddings = 256
@@ -45,7 +50,7 @@ def model() -> InMemory:
 
 
 def test_a_grid_has_every_length_depth_and_sentence_once(tokenizer: Any, hay: torch.Tensor) -> None:
-    asked = list(grid(tokenizer, hay, settings()))
+    asked = list(grid_prompts(tokenizer, hay, settings()))
     assert len(asked) == 2 * 3 * 2
     assert {(len(x.ids), x.depth) for x in asked} == {(n, d) for n in LENGTHS for d in (0.0, 0.5, 1.0)}
     for x in asked:
@@ -57,7 +62,7 @@ def test_a_grid_has_every_length_depth_and_sentence_once(tokenizer: Any, hay: to
 
 
 def test_one_depth_is_the_middle(tokenizer: Any, hay: torch.Tensor) -> None:
-    assert {x.depth for x in grid(tokenizer, hay, settings(depths=1))} == {0.5}
+    assert {x.depth for x in grid_prompts(tokenizer, hay, settings(depths=1))} == {0.5}
 
 
 @pytest.mark.parametrize("right", [True, False])
@@ -106,23 +111,18 @@ def test_a_prompt_longer_than_the_model_or_the_text_is_refused(tokenizer: Any, h
     with pytest.raises(CalibrationError, match=said):
         needle.NeedleEvaluator(settings(lengths=[250])).check(model().model, tokenizer, lambda *_: nullcontext())
     with pytest.raises(CalibrationError, match=r"takes .* tokens of hay, and the text has 700"):
-        list(grid(tokenizer, hay, settings(lengths=[150, 2000])))
+        list(grid_prompts(tokenizer, hay, settings(lengths=[150, 2000])))
     with pytest.raises(CalibrationError, match=r"takes .* tokens of hay, and the text has"):  # before weights are read
         read({"needle": settings(lengths=[10**8])}, tokenizer, model().model)
-
-
-def test_lengths_that_are_equal_or_too_short_are_refused() -> None:
-    for lengths in ([100, 100], [10]):
-        with pytest.raises(ValueError, match="expected different ones, of 64 or more"):
-            settings(lengths=lengths)
 
 
 NEEDLE = {"dataset": "python-docs", "lengths": [80, 110], "depths": 2, "needles": 1}
 SELECT = {"selector": "gemfilter", "keep": 0.5, "options": {"block": 1}, "protect": {"first": 1, "last": 4}}
 
 
-def test_a_run_measures_needles_with_and_without_selection_and_the_report_has_the_grid(project: Path) -> None:
-    saved = save_tiny(project / "model", "llama")
+def test_a_run_measures_needles_with_and_without_selection_and_the_report_has_the_grid(
+    saved: Path, project: Path
+) -> None:
     given = recipe(saved, {"targets": ["*"], "pruner": "magnitude", "sparsity": 0.5},
                    evaluate={"needle": NEEDLE}, select_tokens=SELECT)  # fmt: skip
     report = run(given)
@@ -137,24 +137,7 @@ def test_a_run_measures_needles_with_and_without_selection_and_the_report_has_th
     assert json.loads((project / "out" / "report.json").read_text())["evaluation"] == report.evaluation
 
 
-def test_mistakes_in_selection_and_needles_are_found_by_the_plan_each_with_its_place(project: Path) -> None:
-    saved = save_tiny(project / "model", "llama")
-    with pytest.raises(
-        PluginError, match=r"<dict>:select_tokens.selector: no token selector 'gemfliter'; did you mean"
-    ):
-        plan(recipe(saved, select_tokens={**SELECT, "selector": "gemfliter"}))
-    with pytest.raises(RecipeError, match=r"<dict>:select_tokens.options.blok: unknown option 'blok'"):
-        plan(recipe(saved, select_tokens={**SELECT, "options": {"blok": 1}}))
-    with pytest.raises(
-        CalibrationError, match=r"<dict>:evaluate.needle.lengths\[1\]: evaluate.needle: a prompt of 4096"
-    ):
-        plan(recipe(saved, evaluate={"needle": {**NEEDLE, "lengths": [64, 4096]}}))
-    with pytest.raises(RecipeError, match=r"select_tokens.keep: .*expected a whole number or less than 1"):
-        plan(recipe(saved, select_tokens={**SELECT, "keep": 1.5}))
-
-
-def test_a_recipe_without_prune_measures_and_saves_the_model_as_it_is(project: Path) -> None:
-    saved = save_tiny(project / "model", "llama")
+def test_a_recipe_without_prune_measures_and_saves_the_model_as_it_is(saved: Path, project: Path) -> None:
     given = recipe(saved, evaluate={"needle": NEEDLE}, select_tokens=SELECT)
     del given["prune"], given["calibration"]
     assert plan(given).linears == ()
@@ -173,56 +156,55 @@ def test_a_recipe_without_prune_measures_and_saves_the_model_as_it_is(project: P
         assert torch.equal(weights("out/model")[name], before)
 
 
-def test_a_recipe_without_prune_and_selection_is_refused_and_so_is_what_only_pruning_reads(project: Path) -> None:
-    saved = save_tiny(project / "model", "llama")
-    given = recipe(saved)
-    del given["prune"]
-    with pytest.raises(RecipeError, match="<dict>: missing key 'prune', a list of rules, such as"):
-        plan(given)
-    with pytest.raises(RecipeError, match="<dict>:calibration: calibration is there, but nothing is pruned; add prune"):
-        plan({**given, "select_tokens": SELECT})
-
-
-def test_no_selection_is_prepared_where_nothing_reads_a_prompt(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_selection_is_prepared_where_nothing_reads_a_prompt(
+    saved: Path, project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(SelectorSettings, "prepare", lambda *_: pytest.fail("it takes a run of the whole model"))
-    saved = save_tiny(project / "model", "llama")
     report = run(recipe(saved, evaluated=True, select_tokens={"selector": "retrieval-heads", "keep": 0.5}))
     assert set(report.evaluation["pruned"]) == {"token_perplexity"}
 
 
-def test_the_plan_refuses_a_block_that_the_model_does_not_have_or_that_does_not_see_the_whole_prompt(
-    project: Path,
+PROMPTS = {"evaluate": {"needle": NEEDLE}, "select_tokens": SELECT}
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [({"select_tokens": {**SELECT, "selector": "gemfliter"}}, "<dict>:select_tokens.selector: no token selector"),
+     ({"select_tokens": {**SELECT, "options": {"blok": 1}}}, "<dict>:select_tokens.options.blok: unknown option"),
+     ({"select_tokens": {**SELECT, "options": {"block": 99}}}, "has no block 99; expected 0 to 2"),
+     ({"select_tokens": {**SELECT, "keep": 1.5}}, "<dict>:select_tokens.keep: .*expected a whole number or less than 1"),
+     ({"evaluate": {"needle": {**NEEDLE, "lengths": [64, 4096]}}},
+      r"<dict>:evaluate.needle.lengths\[1\]: evaluate.needle: a prompt of 4096"),
+     ({"evaluate": {"needle": {**NEEDLE, "lengths": [100, 100]}}}, "expected different ones, of 64 or more"),
+     ({"evaluate": {"needle": {**NEEDLE, "lengths": [10]}}}, "expected different ones, of 64 or more"),
+     ({"evaluate": {"sample": {"prompt": "ab", "tokens": 200}}}, r"evaluate\.sample: a prompt of 1 tokens and 200"),
+     ({"prune": None, "select_tokens": None}, "<dict>: missing key 'prune', a list of rules, such as"),
+     ({"prune": None}, "<dict>:calibration: calibration is there, but nothing is pruned; add prune")],
+)  # fmt: skip
+def test_what_cannot_be_measured_is_refused_by_the_plan_with_its_place(
+    saved: Path, changes: dict[str, Any], told: str
 ) -> None:
-    for architecture, block, told in (("llama", 99, "has no block 99; expected 0 to 2"), ("gemma3", 0, "use block 1")):
-        saved = save_tiny(project / architecture, architecture)
-        with pytest.raises(UnsupportedModelError, match=told):
-            plan(recipe(saved, select_tokens={**SELECT, "options": {"block": block}}))
-    saved = save_tiny(project / "mistral", "mistral")
-    with pytest.raises(UnsupportedModelError, match="no block does; use a selector that reads no attention"):
-        plan(recipe(saved, select_tokens={"selector": "retrieval-heads", "keep": 0.5}))
+    given = {key: value for key, value in recipe(saved, **{**PROMPTS, **changes}).items() if value is not None}
+    with pytest.raises(CompressxError, match=told):
+        plan(given)
 
 
 def test_a_selection_that_nothing_measured_reads_is_refused_by_eval() -> None:
     with pytest.raises(RecipeError, match=r"--set select_tokens: nothing that is measured reads a prompt"):
-        measures(None, ["select_tokens.selector=recent", "select_tokens.keep=0.5"], plugins())
-    _, select = measures(None, ["select_tokens.selector=recent", "select_tokens.keep=0.5",
+        evaluate_section(None, ["select_tokens.selector=recent", "select_tokens.keep=0.5"], plugins())
+    _, select = evaluate_section(None, ["select_tokens.selector=recent", "select_tokens.keep=0.5",
                                 "evaluate.needle.dataset=python-docs"], plugins())  # fmt: skip
     assert select is not None
     assert select.keep == 0.5
 
 
-@pytest.mark.parametrize(
-    ("asked", "told"),
-    [({"needle": {"dataset": "python-docs", "lengths": [200]}}, r"evaluate\.needle: a prompt of 200 tokens and 16"),
-     ({"sample": {"prompt": "ab", "tokens": 200}}, r"evaluate\.sample: a prompt of 1 tokens and 200")],
-)  # fmt: skip
 def test_eval_refuses_prompts_that_the_model_has_no_room_for_before_it_loads_weights(
-    asked: dict[str, Any], told: str, project: Path, monkeypatch: pytest.MonkeyPatch
+    saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    saved = save_tiny(project / "model", "llama")
     monkeypatch.setattr("compressx.evaluation.saved.open_model", lambda *_: pytest.fail("weights were loaded"))
-    with pytest.raises(CalibrationError, match=told):
-        evaluate_saved(source_of(str(saved)), evaluators(**asked), plugins())
+    asked = evaluators(needle={"dataset": "python-docs", "lengths": [200]})
+    with pytest.raises(CalibrationError, match=r"evaluate\.needle: a prompt of 200 tokens and 16"):
+        evaluate_saved(source_of(str(saved)), asked, plugins())
 
 
 def test_a_text_and_a_task_that_are_not_there_are_told_by_eval_with_their_place(project: Path) -> None:
@@ -231,11 +213,11 @@ def test_a_text_and_a_task_that_are_not_there_are_told_by_eval_with_their_place(
         "evaluate:\n  token_perplexity: {dataset: {text: no.txt}}\n"
     )
     with pytest.raises(CalibrationError, match=r"^r\.yaml:5:22: text: no file matches 'no\.txt'"):
-        measures(Path("r.yaml"), [], plugins())
+        evaluate_section(Path("r.yaml"), [], plugins())
     with pytest.raises(
         RecipeError, match=r"^--set evaluate\.lm_eval\.tasks=\[no\.yaml\]: lm_eval\.tasks: no such file"
     ):
-        measures(None, ["evaluate.lm_eval.tasks=[no.yaml]"], plugins())
+        evaluate_section(None, ["evaluate.lm_eval.tasks=[no.yaml]"], plugins())
 
 
 @pytest.mark.parametrize("count", [-1, True, 1.5])
@@ -246,11 +228,3 @@ def test_a_selector_with_an_impossible_number_of_queries_is_named(count: Any, to
     select = SelectTokens.model_validate({"selector": "gemfilter", "keep": 0.5})
     with pytest.raises(PluginError, match="needles of token selector 'gemfilter' must return a number of queries"):
         SelectorSettings(select, changed).prepare(model(), tokenizer)
-
-
-def test_that_nothing_is_left_out_is_said_once(tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
-    select = SelectTokens.model_validate({"selector": "recent", "keep": 100})
-    selection = SelectorSettings(select, load_plugins()).prepare(model(), tokenizer)
-    for _ in range(3):
-        selection.select(torch.full((1, 20), 65))
-    assert len([r for r in caplog.records if "leaves nothing out" in r.message]) == 1

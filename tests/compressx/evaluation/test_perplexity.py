@@ -12,7 +12,7 @@ from tests.compressx.evaluation.measuring import evaluators as settings
 from tests.compressx.evaluation.measuring import measure, plugins, read
 
 import compressx
-from compressx.evaluation.evaluators import evaluate
+from compressx.evaluation.evaluators import measure as measure_ready
 from compressx.evaluation.token_perplexity import token_perplexity
 from compressx.models.access import InMemory
 from compressx.plugins.manager import Plugins
@@ -128,7 +128,7 @@ class TestEvaluate:
         told: list[tuple[int, int]] = []
         asked = settings(token_perplexity=both)
         ready = read(asked, tokenizer, tiny_model("llama"))
-        found = evaluate(InMemory(tiny_model("llama")), tokenizer, ready, progress=lambda *x: told.append(x))
+        found = measure_ready(InMemory(tiny_model("llama")), tokenizer, ready, progress=lambda *x: told.append(x))
         assert found == {"fox": figures[0], "box": figures[1]}
         assert told[-1] == (sum(map(len, ready[0].text.values())),) * 2
         assert [done for done, _ in told] == sorted(done for done, _ in told)
@@ -235,7 +235,7 @@ class TestEvaluateCached:
             for _ in range(2):
                 before = model.runs
                 selecting = SelectorSettings.from_python(*given, plugins()) if given else None
-                evaluate(InMemory(model), tokenizer, ready, selecting=selecting, fingerprint="dense")
+                measure_ready(InMemory(model), tokenizer, ready, selecting=selecting, fingerprint="dense")
                 found.append(model.runs > before)
             return found
 

@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from compressx import prune
 from compressx.api.exporter import PlannedModel
-from compressx.evaluation.saved import apply_masks, evaluate_saved, measures, source_of
+from compressx.evaluation.saved import apply_masks, evaluate_saved, evaluate_section, source_of
 from compressx.masks.inspect import inspect
 from compressx.masks.maskset import MaskSet
 from compressx.models.architecture import find_blocks
@@ -92,7 +92,7 @@ def test_the_smaller_model_computes_what_the_one_with_zeros_does_and_its_files_s
     assert card.data.tags == ["compressx", "pruned", "smaller"]
     assert "masks.safetensors" not in card.text
 
-    settings, _ = measures(Path("out/recipe.yaml"), [], load_plugins())
+    settings, _ = evaluate_section(Path("out/recipe.yaml"), [], load_plugins())
     pruned = report.evaluation["pruned"]["token_perplexity"]
     found = evaluate_saved(source_of("out"), settings, load_plugins())["token_perplexity"]
     assert found == pytest.approx(pruned, rel=1e-6)
