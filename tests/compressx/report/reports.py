@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from html.parser import HTMLParser
 from typing import Any
 
 from compressx.api.record import AllocationReport, BlockReport, LayerReport, RunReport, UnitReport, total_sparsity
@@ -47,3 +48,31 @@ UNITS = (
     UnitReport("", "magnitude", ("lm_head",), 128, 0.3125, None),
 )  # fmt: skip
 ALLOCATION = AllocationReport("attention-aware", 0.4, "rule", 160, 64, UNITS)
+
+
+class Page(HTMLParser):
+    """What a page holds: its elements in their order, links, ids and text, and which elements it leaves open."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.elements: list[str] = []
+        self.links: list[str] = []
+        self.ids: list[str] = []
+        self.text = ""
+        self.open: list[str] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = {name: value or "" for name, value in attrs}
+        self.elements.append(tag)
+        self.links += [values[k] for k in ("src", "href", "xlink:href") if k in values]
+        self.ids += [values["id"]] if "id" in values else []
+        if tag not in ("meta", "img", "br", "wbr", "path", "use", "rect", "line"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in ("img", "br", "path", "use", "rect", "line"):
+            assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data

@@ -1,26 +1,22 @@
 from __future__ import annotations
 
-import dataclasses
 import os
 import re
 import shutil
 from dataclasses import replace
-from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from tests.compressx.report.reports import Page, layer, report
 
 from compressx.api.record import (
     AllocationReport,
     BlockReport,
     FinetuneReport,
-    LayerReport,
     ReconstructionReport,
     RunReport,
     UnitReport,
-    total_sparsity,
 )
 from compressx.pipeline.stages import sections
 from compressx.report import figures
@@ -32,43 +28,31 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 
 def run_in(folder: Path) -> RunReport:
     """Write figures as a run does, and return the report that names them."""
-    reports, kept = [], []
+    blocks, kept = [], []
     for index in range(12):
-        layers = []
+        fqn, layers = f"model.layers.{index}", []
         shared = {"attention_error": 0.01 + index / 90, "attention_error.wanda": 0.1 + index / 50}
         curve = {"loss": tuple(1 / (1 + step) for step in range(20))}
         for number, kind in enumerate(KINDS):
-            part = "self_attn" if kind[0] in "qkvo" else "mlp"
-            pair = kind in KINDS[:2]
-            layers.append(
-                LayerReport(
-                    f"model.layers.{index}.{part}.{kind}", "attnprune" if pair else "sparsegpt", "50% row", (64, 64),
-                    0.5, 0.2 + 0.1 * number, 0.5 + index, shared if pair else {"damping": 0.01}, curve if pair else {},
-                )
-            )  # fmt: skip
-        trained = ReconstructionReport(0.2 + index / 50, 0.1, (0.2 + index / 50, 0.1), 3.0)
-        reports.append(
-            BlockReport(index, f"model.layers.{index}", tuple(layers), 9.0 + index, 0.01 * (1 + index), trained)
-        )
-        image = torch.rand(64, 64, generator=torch.Generator().manual_seed(index))
-        images = {"dense": image, "pruned": image.sqrt()}
+            name = f"{fqn}.{'self_attn' if kind[0] in 'qkvo' else 'mlp'}.{kind}"
+            one = layer(name, pruner="sparsegpt", sparsity=0.2 + 0.1 * number, seconds=0.5 + index, damping=0.01)
+            layers.append(replace(one, pruner="attnprune", info=shared, history=curve) if kind in KINDS[:2] else one)
+        before = 0.2 + index / 50
+        trained = ReconstructionReport(before, 0.1, (before, 0.1), 3.0)
+        blocks.append(BlockReport(index, fqn, tuple(layers), 9.0 + index, 0.01 * (1 + index), trained))
         if index < 2:
-            of = layers[0].name
-            pair = [replace(layer, group=of) for layer in layers[:2]]
-            kept += figures.matrices(pair, {layer.name: images for layer in pair})
+            image = torch.rand(64, 64, generator=torch.Generator().manual_seed(index))
+            pair = [replace(one, group=layers[0].name) for one in layers[:2]]
+            kept += figures.matrices(pair, {one.name: {"dense": image, "pruned": image.sqrt()} for one in pair})
     units = tuple(
         UnitReport(r.fqn, "sparsegpt", tuple(x.name for x in r.layers), 1000, 0.5, 0.01, (0.3, 0.5), (0.1, 0.2))
-        for r in reports
+        for r in blocks
     )
-    made = RunReport(
-        compressx="0.1.0",
+    made = report(
+        blocks=tuple(blocks),
         model={"path": "/somewhere/a-folder-with-a-name-that-is-long-enough-to-need-more-than-one-line-on-a-phone"},
-        sparsity=total_sparsity(layer for report in reports for layer in report.layers),
-        blocks=tuple(reports),
         skipped=({"name": "lm_head", "reason": "not named <by> a rule"},),
         evaluation={"dense": {"token_perplexity": 29.16}, "pruned": {"token_perplexity": 36.63}},
-        seconds={"load": 1.0, "prune": 120.0, "total": 240.0},
-        peak_memory_bytes=2**31,
         plugins=({"name": "wanda", "version": None, "source": "entry point", "module": "compressx.pruners.wanda"},),
         versions={"torch": "2.13.0"},
         allocation=AllocationReport("divergence", 0.5, "block", 1000, 500, units),
@@ -86,34 +70,8 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunReport, Path]:
     return report, path
 
 
-class Page(HTMLParser):
-    """What a page links to, and its text."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self.links: list[str] = []
-        self.ids: list[str] = []
-        self.text = ""
-        self.open: list[str] = []
-        self.feed(path.read_text(encoding="utf-8"))
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        values: dict[str, Any] = dict(attrs)
-        self.links += [values[k] for k in ("src", "href", "xlink:href") if k in values]
-        self.ids += [values["id"]] if "id" in values else []
-        if tag not in ("meta", "img", "br", "wbr", "path", "use", "rect", "line"):
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        if tag not in ("path", "use", "rect", "line"):
-            assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
-
-
 def test_the_page_is_one_file_that_fetches_nothing_and_closes_every_element(shown):
-    page = Page(shown[1])
+    page = Page(shown[1].read_text(encoding="utf-8"))
     assert page.links
     assert all(link.startswith(("data:image/png;base64,", "#")) for link in page.links)
     text = shown[1].read_text()
@@ -125,8 +83,8 @@ def test_the_page_is_one_file_that_fetches_nothing_and_closes_every_element(show
 
 
 def test_everything_a_run_tells_is_on_the_page(shown):
-    report, path = shown
-    text = Page(path).text
+    made, path = shown
+    text = Page(path.read_text(encoding="utf-8")).text
     words = ("29.16", "36.63", "+25.6%", "attnprune", "model.layers.11.mlp.down_proj", "divergence, by block", "torch")
     for word in words:
         assert word in text, word
@@ -135,26 +93,20 @@ def test_everything_a_run_tells_is_on_the_page(shown):
     assert "prune: [<all>]" in text
     assert "not named <by> a rule" in text
     assert text.count("80.0%") >= 12  # down_proj of every block
-    assert f"{len(report.layers)} pruned linears" in text
+    assert f"{len(made.layers)} pruned linears" in text
 
 
-def test_experts_are_averaged_by_their_weights_and_what_lies_outside_has_a_row_of_its_own(shown, tmp_path):
-    def expert(number: int, rows: int, sparsity: float) -> LayerReport:
-        name = f"model.layers.0.mlp.experts.down_proj.{number}"
-        return LayerReport(name, "wanda", "50% row", (rows, 10), 0.5, sparsity, 1.0)
-
-    head = LayerReport("lm_head", "wanda", "50% row", (10, 10), 0.5, 0.25, 3.0)
+def test_experts_are_averaged_by_their_weights_and_what_lies_outside_has_a_row_of_its_own(tmp_path):
+    expert = "model.layers.0.mlp.experts.down_proj"
+    experts = (layer(f"{expert}.0", rows=10, sparsity=0.2), layer(f"{expert}.1", rows=30, sparsity=0.6))
     blocks = (
-        BlockReport(0, "model.layers.0", (expert(0, 10, 0.2), expert(1, 30, 0.6)), 2.0),
-        BlockReport(1, "", (head,), 4.0),
+        BlockReport(0, "model.layers.0", experts, 2.0),
+        BlockReport(1, "", (layer("lm_head", sparsity=0.25),), 4.0),
     )
-    report = dataclasses.replace(shown[0], blocks=blocks, figures=(), allocation=None, finetune=None, evaluation={})
-    text = to_html(sections(report), tmp_path)
+    text = to_html(sections(report(blocks=blocks)), tmp_path)
     rows = re.findall(r'<tr><th scope="row">(\w+)</th>(.*?)</tr>', text)
     heat = {block: re.findall(r">([\d.]+%)<", cells) for block, cells in rows if 'class="heat"' in cells}
     assert heat == {"0": ["50.0%"], "outside": ["25.0%"]}
-    for absent in ("Allocation", "Block reconstruction", "Fine-tuning", "Errors and curves", "Dense against pruned"):
-        assert f"<h2>{absent}" not in text
 
 
 OVERLAPS = """
@@ -221,23 +173,35 @@ def browser():
         launched.close()
 
 
+@pytest.fixture
+def opened(browser):
+    """Open a page with everything unfolded, at a width, and return it with the requests that it makes."""
+    contexts = []
+
+    def at(path, width, scheme="light"):
+        contexts.append(browser.new_context(viewport={"width": width, "height": 800}, color_scheme=scheme))
+        contexts[-1].set_default_timeout(0)  # on a busy machine its 30 seconds are no fault; pytest's own limit stays
+        page, requests = contexts[-1].new_page(), []
+        page.on("request", lambda request: requests.append(request.url))
+        page.goto(path.as_uri())
+        page.evaluate("document.querySelectorAll('details').forEach(e => e.open = true)")
+        return page, requests
+
+    yield at
+    for context in contexts:
+        context.close()
+
+
 @pytest.mark.parametrize(("width", "scheme"), [(360, "dark"), (1280, "light")])
-def test_nothing_overflows_or_overlaps_on_any_screen_and_text_is_legible(browser, shown, width, scheme, tmp_path):
+def test_nothing_overflows_or_overlaps_on_any_screen_and_text_is_legible(opened, shown, width, scheme, tmp_path):
     from PIL import Image
 
-    requests = []
-    context = browser.new_context(viewport={"width": width, "height": 800}, color_scheme=scheme)
-    context.set_default_timeout(0)  # on a busy machine its 30 seconds are no sign of a fault; pytest's own limit stays
-    page = context.new_page()
-    page.on("request", lambda request: requests.append(request.url))
-    page.goto(shown[1].as_uri())
-    page.evaluate("document.querySelectorAll('details').forEach(e => e.open = true)")
+    page, requests = opened(shown[1], width, scheme)
     page.evaluate("Promise.all([...document.images].map(e => { e.loading = 'eager'; return e.decode(); }))")
     assert page.evaluate(OVERLAPS) == []
     assert {name: ratio for name, ratio in page.evaluate(CONTRASTS).items() if ratio < 4.5} == {}
     page.screenshot(path=tmp_path / "page.png", full_page=True)
     assert [url for url in requests if not url.startswith(("file:", "data:"))] == []
-    context.close()
     with Image.open(tmp_path / "page.png") as image:
         mean = sum(image.convert("L").resize((16, 16)).tobytes()) / 256
     assert (mean > 128) == (scheme == "light")
@@ -266,32 +230,21 @@ BROKEN = """
 
 
 @pytest.mark.parametrize("width", [400, 1280])
-def test_no_word_of_a_table_is_broken_and_long_tables_have_the_page_for_themselves(browser, shown, width):
-    context = browser.new_context(viewport={"width": width, "height": 800})
-    context.set_default_timeout(0)
-    page = context.new_page()
-    page.goto(shown[1].as_uri())
-    page.evaluate("document.querySelectorAll('details').forEach(e => e.open = true)")
+def test_no_word_of_a_table_is_broken_and_long_tables_have_the_page_for_themselves(opened, shown, width):
+    page, _ = opened(shown[1], width)
     assert page.evaluate(BROKEN) == []
     beside = (
         "() => [...document.querySelectorAll('section')].filter(e => e.querySelectorAll('tr').length > 13 && "
         "e.clientWidth < document.querySelector('main').clientWidth).map(e => e.textContent)"
     )
     assert page.evaluate(beside) == []
-    context.close()
 
 
-def test_a_phone_shows_the_result_without_scrolling(browser, shown, tmp_path):
+def test_a_phone_shows_the_result_without_scrolling(opened, shown, tmp_path):
     measured = {"token_perplexity": 29.16, "arc_challenge": {"acc_norm": 0.4123, "acc_norm_stderr": 0.0144}}
     evaluation = dict.fromkeys(("dense", "pruned", "finetuned"), measured)
-    report = dataclasses.replace(shown[0], evaluation=evaluation, figures=())
     path = tmp_path / "report.html"
-    path.write_text(to_html(sections(report), tmp_path), encoding="utf-8")
-    context = browser.new_context(viewport={"width": 400, "height": 800})
-    context.set_default_timeout(0)
-    page = context.new_page()
-    page.goto(path.as_uri())
-    page.evaluate("document.querySelectorAll('details').forEach(e => e.open = true)")
+    path.write_text(to_html(sections(replace(shown[0], evaluation=evaluation, figures=())), tmp_path), encoding="utf-8")
+    page, _ = opened(path, 400)
     assert page.evaluate(SEEN)[:4] == ["measure", "dense", "finetuned", "change"]
     assert page.evaluate(OVERLAPS) == []
-    context.close()

@@ -1,13 +1,13 @@
 from __future__ import annotations
 
 import logging
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
 from markdown_it import MarkdownIt
 from tests.compressx.cli.commands import refused
+from tests.compressx.report.reports import Page
 
 from compressx.cli import terminal
 from compressx.report.html import to_html
@@ -61,20 +61,6 @@ def test_html_escapes_and_marks_code(tmp_path) -> None:
     assert "<pre>&lt;e&gt;</pre>" in page
 
 
-class Elements(HTMLParser):
-    """What elements and links a page has."""
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.found: list[str] = []
-        self.links: list[str] = []
-        self.feed(page)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.found.append(tag)
-        self.links += [value or "" for name, value in attrs if name in {"href", "src"}]
-
-
 HOSTILE = {
     "tag": "<img src=x onerror=alert(1)>",
     "tag after code": "a `b`<img src=x>`c`",
@@ -101,19 +87,19 @@ def test_names_are_no_markup_wherever_they_stand(name: str) -> None:
         Section("Recipe", text=f"model: {name}", language="yaml"),
         Section("Sample", table=table([Column("dense", look="prose")], [[name]])),
     ]
-    page = Elements(MarkdownIt("commonmark").enable("table").render(to_markdown(shown)))
-    assert set(page.found) <= {"h1", "h2", "p", "table", "thead", "tbody", "tr", "th", "td", "img", "pre", "code", "br",
-                               "em", "strong"} - ({"br"} if "\n" not in name else set())  # fmt: skip
+    page = Page(MarkdownIt("commonmark").enable("table").render(to_markdown(shown)))
+    allowed = "h1 h2 p table thead tbody tr th td img pre code em strong" + (" br" if "\n" in name else "")
+    assert {*page.elements} <= {*allowed.split()}
     assert page.links == ["plots/a.svg"]
-    assert (page.found.count("tr"), page.found.count("td")) == (4, 3)
-    assert page.found.count("pre") == 1
+    assert (page.elements.count("tr"), page.elements.count("td")) == (4, 3)
+    assert page.elements.count("pre") == 1
 
 
 def test_a_link_to_the_base_model_and_code_in_a_note_stay() -> None:
     note = "[org/a_model](https://huggingface.co/org/a_model) by `run`"
-    page = Elements(MarkdownIt("commonmark").render(to_markdown([Section("Model", note)])))
+    page = Page(MarkdownIt("commonmark").render(to_markdown([Section("Model", note)])))
     assert page.links == ["https://huggingface.co/org/a_model"]
-    assert "code" in page.found
+    assert "code" in page.elements
 
 
 @pytest.mark.parametrize("name", ["<img src=x onerror=alert(1)>", "`<b>`", "a'\"><script>x</script>"])
@@ -122,11 +108,11 @@ def test_names_are_no_markup_in_html(name: str, tmp_path: Path) -> None:
     figure = {"caption": name, "file": "a.svg"}
     made = [Section(name, name, table(["measure", "value", "note"], [[name, name, name]])),
             Section(name, name, table([name, "b"], [[name, "1"]]), (figure,), name)]  # fmt: skip
-    page, plain = (Elements(to_html(x, tmp_path)) for x in (made, [
+    page, plain = (Page(to_html(x, tmp_path)) for x in (made, [
         Section("a", "a", table(["measure", "value", "note"], [["a", "a", "a"]])),
         Section("a", "a", table(["a", "b"], [["a", "1"]]), ({**figure, "caption": "a"},), "a"),
     ]))  # fmt: skip
-    assert [x for x in page.found if x != "code"] == [x for x in plain.found if x != "code"]
+    assert [x for x in page.elements if x != "code"] == [x for x in plain.elements if x != "code"]
 
 
 FORGED = "w\x1b[2K\x1b[1A\rerror: \x9b31m\u202e\u2028x\x00"
