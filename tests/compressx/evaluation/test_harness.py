@@ -31,7 +31,7 @@ from compressx.plugins.manager import load_plugins
 from compressx.prompts.selection import SelectorSettings
 from compressx.prompts.templates import around_text
 from compressx.recipe.sections import SelectTokens
-from compressx.runtime.errors import CalibrationError, PluginError, RecipeError
+from compressx.runtime.errors import CalibrationError, CompressxError, PluginError, RecipeError
 from compressx.testing import tiny_model
 
 CHAT = (
@@ -175,16 +175,23 @@ class TestTrust:
         assert refused("eval", "m", "--tasks", task).endswith(f": {told}")
         assert not (project / "ran").exists()
 
-    def test_no_command_runs_it(self, few_tasks: Path, project: Path) -> None:
+    @pytest.fixture
+    def commands(self, few_tasks: Path, project: Path) -> list[list[str]]:
+        """The commands that measure by a recipe, which names a task file with code."""
         save_tiny(project / "m", "llama")
         (project / "evil.py").write_text(RUN)
         (project / "mine.yaml").write_text(f"task: mine\n{EASY.format(tasks=few_tasks)}\n{EVIL}")
-        recipe = "model: ./m\nprune: [{targets: ['*'], pruner: magnitude, sparsity: 0.5}]\noutput: out\n"
-        (project / "r.yaml").write_text(f"{recipe}evaluate: {{lm_eval: {{tasks: [mine.yaml]}}}}\n")
-        grid = ["--grid", "prune.0.sparsity=0.4,0.5"]
-        for command in (["plan"], ["run", "-q"], ["sweep", "-q", *grid], ["eval", "m", "--recipe"]):
+        (project / "r.yaml").write_text(
+            "model: ./m\nprune: [{targets: ['*'], pruner: magnitude, sparsity: 0.5}]\noutput: out\n"
+            "evaluate: {lm_eval: {tasks: [mine.yaml]}}\n"
+        )
+        return [["run", "r.yaml"], ["sweep", "r.yaml", "--grid", "prune.0.sparsity=0.4,0.5"],
+                ["eval", "m", "--recipe", "r.yaml"]]  # fmt: skip
+
+    def test_no_command_runs_it(self, commands: list[list[str]], project: Path) -> None:
+        for command in (["plan", "r.yaml"], *commands):
             told = "error: r.yaml:4:30: lm_eval.tasks: the task file 'mine.yaml' can run code"
-            assert refused(*command, "r.yaml").startswith(told)
+            assert told in refused(*command)
         assert not {"ran", "out", "out-sweep"} & {path.name for path in project.iterdir()}
 
     @pytest.mark.slow
@@ -197,21 +204,14 @@ class TestTrust:
         assert (project / "ran").exists() == code
 
     @pytest.mark.slow
-    def test_so_it_does_in_every_command(self, few_tasks: Path, project: Path) -> None:
-        (project / "mine.yaml").write_text(f"task: mine\n{EASY.format(tasks=few_tasks)}\n{EVIL}")
-        (project / "evil.py").write_text(RUN)
-        save_tiny(project / "m", "llama")
-        (project / "r.yaml").write_text(
-            "model: ./m\nprune: [{targets: ['*'], pruner: magnitude, sparsity: 0.5}]\noutput: out\n"
-            "evaluate: {lm_eval: {tasks: [mine.yaml], trust_task_code: true}}\n"
-        )
-        grid = ["--grid", "prune.0.sparsity=0.4,0.5"]
-        printed("plan", "r.yaml")
+    def test_so_it_does_in_every_command(self, commands: list[list[str]], project: Path) -> None:
+        trust = ["--set", "evaluate.lm_eval.trust_task_code=true"]
+        printed("plan", "r.yaml", *trust)
         assert not (project / "ran").exists()
-        for command in (["run", "r.yaml"], ["sweep", "r.yaml", *grid], ["eval", "m", "--recipe", "r.yaml"],
-                        ["eval", "m", "--tasks", "mine.yaml", "--trust-task-code"]):  # fmt: skip
+        for command in ([*c, *trust] for c in commands):
             assert "mine" in printed(*command)
             (project / "ran").unlink()
+        assert "mine" in printed("eval", "m", "--tasks", "mine.yaml", "--trust-task-code")
 
     def test_a_name_is_the_harness_own_task_whatever_is_called_so_here(self, few_tasks: Path, tokenizer: Any) -> None:
         for shadow in ("letters_easy", "letters_easy.yaml"):
@@ -258,31 +258,27 @@ class TestSettings:
         with pytest.raises(ValueError, match=complaint):
             settings("arc_easy", rolling("docs"), **values)
 
-    def test_a_chat_template_that_the_tokenizer_does_not_have_is_refused(self, tokenizer: Any) -> None:
-        with pytest.raises(RecipeError, match=r"tokenizer has no chat template: expected an instruct model; remove"):
-            check_tokenizer(settings("arc_easy", apply_chat_template=True), tokenizer, tiny_model("llama"))
-        tokenizer.chat_template = {"default": CHAT, "tools": CHAT}
-        check_tokenizer(settings("arc_easy", apply_chat_template=True), tokenizer, tiny_model("llama"))
-        tokenizer.chat_template = {"tools": CHAT}
-        with pytest.raises(RecipeError, match=r"has no chat template named 'default': expected an instruct model"):
-            check_tokenizer(settings("arc_easy", apply_chat_template=True), tokenizer, tiny_model("llama"))
-
-    def test_a_tokenizer_without_a_beginning_and_an_end_is_refused(self, tokenizer: Any) -> None:
-        """The harness puts one before a text. The config names tokens, too, but by the defaults of its class."""
-        model = tiny_model("llama")
-        assert model.config.bos_token_id is not None
-        check_tokenizer(settings("arc_easy"), tokenizer, model)
-        tokenizer.bos_token = None
-        with pytest.raises(RecipeError, match=r"^lm_eval begins texts with BOS or EOS, and the tokenizer has nei"):
-            check_tokenizer(settings("arc_easy"), tokenizer, model)
-        tokenizer.eos_token = "</s>"  # noqa: S105 - no secret
-        check_tokenizer(settings("arc_easy"), tokenizer, model)
-
-    def test_a_template_that_writes_tokens_that_the_model_lacks_is_refused(self, tokenizer: Any) -> None:
+    @pytest.mark.parametrize(
+        ("changes", "told"),
+        [({}, r"^lm_eval.apply_chat_template is true, but the model's tokenizer has no chat template: expected an in"),
+         ({"chat_template": {"tools": CHAT}}, r"has no chat template named 'default': expected an instruct model"),
+         ({"chat_template": CHAT, "bos_token": None}, r"^lm_eval begins texts with BOS or EOS, and the tokenizer has "),
+         ({"chat_template": CHAT}, r"apply_chat_template: a prompt has the token id 128 \('w1'\), ")],
+    )  # fmt: skip
+    def test_a_tokenizer_that_cannot_write_the_prompts_is_refused(self, tokenizer, changes, told) -> None:
+        """The config names BOS and EOS, too, but by the defaults of its class."""
+        model, asked = tiny_model("llama"), settings("arc_easy", apply_chat_template=True)
+        for good in ({"chat_template": {"default": CHAT, "tools": CHAT}}, {"bos_token": None, "eos_token": "</s>"}):
+            changed = copy.deepcopy(tokenizer)
+            changed.chat_template = CHAT
+            for key, value in good.items():
+                setattr(changed, key, value)
+            check_tokenizer(asked, changed, model)
         tokenizer.add_tokens(["w1"], special_tokens=True)
-        tokenizer.chat_template = CHAT
-        with pytest.raises(CalibrationError, match=r"apply_chat_template: a prompt has the token id 128 \('w1'\), "):
-            check_tokenizer(settings("arc_easy", apply_chat_template=True), tokenizer, tiny_model("llama"))
+        for key, value in changes.items():
+            setattr(tokenizer, key, value)
+        with pytest.raises(CompressxError, match=told):
+            check_tokenizer(asked, tokenizer, model)
 
 
 @pytest.fixture
@@ -298,25 +294,18 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return calls
 
 
-class TestWhatTheHarnessIsAsked:
-    def test_nothing_is_changed_when_nothing_is_asked(self, few_tasks: Path, tokenizer: Any, asked: Any) -> None:
-        run_tasks(tiny_model("llama"), tokenizer, settings("tasks/letters_easy.yaml"), {})
-        assert (asked[0]["num_fewshot"], asked[0]["apply_chat_template"], asked[0]["fewshot_as_multiturn"]) == (
-            None, False, False,
-        )  # fmt: skip
-
-    def test_examples_template_and_batch_size_reach_it(self, few_tasks: Path, tokenizer: Any, asked: Any) -> None:
-        tokenizer.chat_template = CHAT
-        given = {"num_fewshot": 5, "apply_chat_template": True, "batch_size": "auto"}
-        run_tasks(tiny_model("llama"), tokenizer, settings("tasks/letters_easy.yaml", **given), {})
-        assert (asked[0]["num_fewshot"], asked[0]["apply_chat_template"], asked[0]["fewshot_as_multiturn"]) == (
-            5, True, True,
-        )  # fmt: skip
-        assert asked[0]["batch_size"] == 4, "on the CPU nothing tries out how much memory there is"
-
-    def test_a_task_that_allows_no_examples_is_named(self, few_tasks, tokenizer, asked, caplog) -> None:
-        run_tasks(tiny_model("llama"), tokenizer, settings("tasks/letters_easy.yaml", num_fewshot=5), {})
-        assert "num_fewshot is 5, but without examples ran fixed" in caplog.text
+@pytest.mark.parametrize(
+    ("given", "passed"),
+    [({}, (None, False, False)),
+     ({"num_fewshot": 5, "apply_chat_template": True, "batch_size": "auto"}, (5, True, True))],
+)  # fmt: skip
+def test_what_the_harness_is_asked_is_what_is_set(few_tasks, tokenizer, asked, caplog, given, passed) -> None:
+    tokenizer.chat_template = CHAT
+    run_tasks(tiny_model("llama"), tokenizer, settings("tasks/letters_easy.yaml", **given), {})
+    assert tuple(asked[0][key] for key in ("num_fewshot", "apply_chat_template", "fewshot_as_multiturn")) == passed
+    assert asked[0]["batch_size"] == 4, "on the CPU nothing tries out how much memory there is"
+    told = "num_fewshot is 5, but without examples ran fixed"
+    assert (told in caplog.text) == bool(given), "a task that allows no examples is named"
 
 
 PYTHON_DOCS = Path(__file__).parents[3] / "recipes/tasks/python_docs.yaml"
@@ -351,19 +340,6 @@ def test_the_harness_own_command_line_gives_the_same_figures(project: Path, toke
         assert json.loads(told) == {"python_docs": {name: theirs[f"{name},none"] for name in ("acc", "acc_stderr")}}
         figures.append(theirs["acc,none"])
     assert len({*figures}) > 1, "the settings do something"
-
-
-@pytest.mark.slow
-def test_accuracy_on_pythons_documentation_is_above_chance_and_pruning_costs_some(smollm2: Any) -> None:
-    """Of 40 questions with four answers each, guessing gets more than 20 right once in thousands of times."""
-    few = settings(str(PYTHON_DOCS), limit=40, trust_task_code=True)
-    dense = run_tasks(smollm2.model, smollm2.tokenizer, few, {})["python_docs"]["acc"]
-    pruned = copy.deepcopy(smollm2.model)
-    for layer in pruned.model.layers:
-        for weight in (p.data for p in layer.parameters() if p.dim() == 2):
-            weight[weight.abs() <= weight.abs().flatten().kthvalue(weight.numel() * 7 // 10).values] = 0.0
-    assert dense > 0.5
-    assert run_tasks(pruned, smollm2.tokenizer, few, {})["python_docs"]["acc"] < dense
 
 
 IN_CONTEXT = PYTHON_DOCS.with_name("in_context.yaml")
@@ -434,13 +410,6 @@ class TestInContext:
         assert flipped == [re.sub(": ([AB])", lambda m: ": " + "BA"["AB".index(m[1])], prompt) for prompt in shown]
         assert none == [prompt.rsplit("\n", 1)[-1] for prompt in shown]
         assert re.fullmatch(r"(\w+: [AB]\n){16}\w+:", shown[0])
-
-    def test_without_examples_any_model_is_right_once_of_two_times(self, tokenizer: Any) -> None:
-        model = tiny_model("llama")
-        model.config.max_position_embeddings = 1024  # what is longer would be cut off, the examples first
-        with_examples, without, flipped = accuracies(model, tokenizer, limit=8)
-        assert without == 0.5
-        assert {with_examples, flipped} <= {n / 8 for n in range(9)}
 
     @pytest.mark.slow
     def test_a_real_model_follows_the_examples(self, smollm2: Any) -> None:
