@@ -124,9 +124,9 @@ class HarnessEvaluator:
         for i, task in enumerate(self.options.tasks):
             with at("tasks", i):
                 if task in self.options.files:
-                    check_file(str(task), trusted=self.options.trust_task_code)
+                    check_trusted(str(task), trusted=self.options.trust_task_code)
                 elif isinstance(task, str):
-                    check_name(task)
+                    check_known(task)
         if tokenizer is not None:
             check_tokenizer(self.options, tokenizer, model)
 
@@ -327,7 +327,7 @@ def _random_states_restored() -> Iterator[None]:
         np.random.set_state(numpy_state)
 
 
-def check_file(file: str, *, trusted: bool) -> None:
+def check_trusted(file: str, *, trusted: bool) -> None:
     """Refuse a task file that is absent or not trusted, whatever is in it."""
     if not Path(file).expanduser().is_file():
         raise RecipeError(f"lm_eval.tasks: no such file: {file} (looked in {Path.cwd()})")
@@ -338,7 +338,7 @@ def check_file(file: str, *, trusted: bool) -> None:
         )
 
 
-def check_name(task: str) -> None:
+def check_known(task: str) -> None:
     """Refuse a name that the harness does not know, with the nearest ones."""
     if task not in (names := task_index()):
         near = difflib.get_close_matches(task, names, n=5, cutoff=0.6)
