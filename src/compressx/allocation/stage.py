@@ -19,7 +19,7 @@ from compressx.models.architecture import count_parameters
 from compressx.planning.plan import Plan
 from compressx.plugins.kinds import EXPORTER
 from compressx.recipe.sections import Allocation, AttentionAware, DivergenceAllocation, TargetBudget
-from compressx.report.section import Column, Section, count_of, table
+from compressx.report.section import Column, Section, counted, table
 from compressx.runtime.errors import Mistakes, RecipeError
 from compressx.stages.state import RunState, Stage
 from compressx.stages.store import ALLOCATED, Allocated
@@ -99,7 +99,7 @@ class Allocate(Stage):
             for unit in chosen.units
         ]  # fmt: skip
         found = table(["block", "linears", "pruner", "left", Column(report.share, ".2%"), divergence, outliers], rows)
-        yield Section("Allocation", note, found, brief=count_of(rows, "unit"))
+        yield Section("Allocation", note, found, brief=counted(rows, "unit"))
 
 
 def within_budget(state: RunState, plan: Plan) -> Plan:

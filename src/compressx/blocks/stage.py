@@ -19,7 +19,7 @@ from compressx.models.architecture import survey, text_config
 from compressx.models.blockwise import HiddenStates
 from compressx.planning.plan import Plan
 from compressx.report import figures
-from compressx.report.section import Column, Section, Value, count_of, number_of, shaded, table
+from compressx.report.section import Column, Section, Value, counted, number_of, shaded, table
 from compressx.runtime.code import __version__
 from compressx.runtime.errors import Mistakes
 from compressx.runtime.ranks import refuse_few_windows
@@ -189,7 +189,7 @@ def _heat(report: RunReport) -> Iterator[Section]:
         rows.append([number_of(block), *(total_sparsity(alike[k]) if k in alike else None for k in kinds)])
     found = table(["block", *(Column(kind, ".1%", "heat") for kind in kinds)], rows)
     if rows:
-        yield shaded(f"{report.share.capitalize()} by layer and module", "", found, count_of(rows, "block"))
+        yield shaded(f"{report.share.capitalize()} by layer and module", "", found, counted(rows, "block"))
 
 
 def _blocks(report: RunReport) -> Iterator[Section]:
@@ -204,5 +204,5 @@ def _blocks(report: RunReport) -> Iterator[Section]:
         "counting less, the mean over the first tokens of the calibration text, before any reconstruction. Seconds: "
         "observing, pruning, reconstructing.",
         table(["block", Column("linears", "d"), Column(report.share, ".2%"), error, seconds], rows),
-        brief=count_of(rows, "block"),
+        brief=counted(rows, "block"),
     )

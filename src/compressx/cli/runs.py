@@ -156,7 +156,7 @@ def sweep(
     from compressx.cli import terminal
     from compressx.pipeline.sweep import check, grid
     from compressx.report.compare import side_by_side
-    from compressx.report.section import count_of
+    from compressx.report.section import counted
     from compressx.runtime.errors import noted
 
     plugins = host.plugins()
@@ -165,7 +165,7 @@ def sweep(
     check(cells, plugins)  # all of them, before the first run
     done: list[Path] = []
     for number, cell in enumerate(cells, start=1):
-        with terminal.progress(quiet=quiet) as tell, noted(lambda: count_of(done, "finished run") if done else ""):
+        with terminal.progress(quiet=quiet) as tell, noted(lambda: counted(done, "finished run") if done else ""):
             ran = cell.run(plugins, tell, device, restart=restart)
         done.append(cell.output)
         if not quiet:

@@ -168,7 +168,7 @@ def ready(
     return ReadyEvaluator(spec.name, options, evaluator, text, code)
 
 
-def measure(
+def run_evaluators(
     access: Access, tokenizer: Any, evaluators: Sequence[ReadyEvaluator], *, selecting: SelectorSettings | None = None,
     progress: Callable[[int, int], None] | None = None, fingerprint: str | None = None,
 ) -> Figures:  # fmt: skip

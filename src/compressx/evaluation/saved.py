@@ -16,9 +16,9 @@ from compressx.data.documents import check_dataset
 from compressx.evaluation.evaluators import (
     Options,
     check_evaluators,
-    measure,
     options_of,
     read_evaluators,
+    run_evaluators,
 )
 from compressx.masks.maskset import Deviation, MaskSet
 from compressx.models.access import Access, Device, device_for
@@ -143,7 +143,7 @@ def evaluate_saved(
     access: Access = open_model(checkpoint, False if loaded is not None else source.streaming, where)
     if loaded is not None:
         loaded.apply(access.model, base=base)
-    return measure(access, tokenizer, ready, selecting=selecting, progress=progress)
+    return run_evaluators(access, tokenizer, ready, selecting=selecting, progress=progress)
 
 
 def _of_masks(source: ModelSource, masks: MaskSet | None) -> tuple[ModelSource, Any]:

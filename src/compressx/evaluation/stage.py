@@ -8,13 +8,13 @@ from textwrap import shorten
 from typing import Literal, cast
 
 from compressx.api.record import RunReport
-from compressx.evaluation.evaluators import check_evaluators, measure
+from compressx.evaluation.evaluators import check_evaluators, run_evaluators
 from compressx.models.access import Access
 from compressx.models.streaming import StreamedModel, open_streamed
 from compressx.planning.plan import Plan
 from compressx.prompts.selection import selecting_of
 from compressx.report.contents import evaluation
-from compressx.report.section import Column, Section, count_of, shaded, table
+from compressx.report.section import Column, Section, counted, shaded, table
 from compressx.runtime.errors import Mistakes
 from compressx.stages.state import RunState, Stage, StageName
 
@@ -64,7 +64,7 @@ def _measure(
 ) -> None:
     progress = partial(state.report_progress, cast("StageName", f"evaluate {of}"))
     progress(0, 1)
-    figures = measure(
+    figures = run_evaluators(
         access, state.tokenizer, state.evaluators, selecting=selecting_of(state), progress=progress,
         fingerprint=fingerprint,
     )  # fmt: skip
@@ -84,7 +84,7 @@ def _needles(report: RunReport) -> Iterator[Section]:
             note = "Sentences hidden at a depth of a prompt: the share of questions about them that are answered."
             if name == "kept, selected":
                 note = "Sentences hidden at a depth of a prompt: the share of their tokens that are selected."
-            yield shaded(f"Needles, {of}: {name}", note, table(columns, rows), count_of(cells, "cell"))
+            yield shaded(f"Needles, {of}: {name}", note, table(columns, rows), counted(cells, "cell"))
 
 
 def _sample(report: RunReport) -> Iterator[Section]:

@@ -13,7 +13,7 @@ from typing import Any
 from compressx.api.exporter import FinishedModel
 from compressx.blocks.difference import weights_folder
 from compressx.data.documents import local_files
-from compressx.evaluation.evaluators import measure
+from compressx.evaluation.evaluators import run_evaluators
 from compressx.masks.maskset import MaskSet
 from compressx.models.access import InMemory
 from compressx.models.architecture import survey
@@ -126,7 +126,7 @@ def _measured(state: RunState, of: str, folder: Path, file: str | None) -> dict[
         access = InMemory(load_model(Checkpoint(str(folder), file)).to(state.device))
         linears = survey(access.model).linears.values()
         zeros = sum(int((x.weight == 0).sum()) for x in linears) / sum(x.weight.numel() for x in linears)
-        figures = measure(access, state.tokenizer, ready)
+        figures = run_evaluators(access, state.tokenizer, ready)
     except CompressxError as error:
         state.note(f"{of}: not measured, since {file} cannot be read here: {str(error).partition('; ')[0]}")
         return {}

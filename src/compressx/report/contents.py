@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from compressx.api.record import RunReport, numbers_in
-from compressx.report.section import Column, Section, count_of, estimates, table
+from compressx.report.section import Column, Section, counted, estimates, table
 
 
 def model_name(model: Mapping[str, Any]) -> str:
@@ -108,7 +108,7 @@ def _figures(report: RunReport) -> Iterator[Section]:
     matrices = tuple(f for f in report.figures if f not in curves)
     for title, figures in (("Errors and curves", curves), ("Matrices, dense and pruned", matrices)):
         if figures:
-            yield Section(title, figures=figures, brief=count_of(figures, "figure"))
+            yield Section(title, figures=figures, brief=counted(figures, "figure"))
 
 
 def _layers(report: RunReport) -> Iterator[Section]:
@@ -120,18 +120,18 @@ def _layers(report: RunReport) -> Iterator[Section]:
     ]
     found = table(["layer", "pruner", "pattern", sparsity, seconds, "figures"], rows)
     if rows:
-        yield Section("Layers", table=found, brief=count_of(rows, "pruned linear"))
+        yield Section("Layers", table=found, brief=counted(rows, "pruned linear"))
     if skipped := [(s["name"], s["reason"]) for s in report.skipped]:
-        yield Section("Not pruned", table=table(["weight", "reason"], skipped), brief=count_of(skipped, "weight"))
+        yield Section("Not pruned", table=table(["weight", "reason"], skipped), brief=counted(skipped, "weight"))
     if report.unread:
         found = table(["of the checkpoint, and not in the result"], [(name,) for name in report.unread])
-        yield Section("Not read", table=found, brief=count_of(report.unread, "name"))
+        yield Section("Not read", table=found, brief=counted(report.unread, "name"))
 
 
 def _software(report: RunReport) -> Iterator[Section]:
     """Yield the libraries and the plugins."""
     if versions := report.versions.items():
-        yield Section("Versions", table=table(["library", "version"], versions), brief=count_of(versions, "package"))
+        yield Section("Versions", table=table(["library", "version"], versions), brief=counted(versions, "package"))
     columns = ["name", "version", "source", "module"]
     if rows := [[plugin[column] for column in columns] for plugin in report.plugins]:
         yield Section("Plugins", table=table(["plugin", *columns[1:]], rows), brief=f"{len(rows)} loaded")
@@ -142,4 +142,4 @@ def details(report: RunReport, recipe: str = "") -> Iterator[Section]:
     for build in (_stages, _figures, _layers, _software):
         yield from build(report)
     if recipe:
-        yield Section("Recipe", text=recipe, brief=count_of(recipe.splitlines(), "line"))
+        yield Section("Recipe", text=recipe, brief=counted(recipe.splitlines(), "line"))

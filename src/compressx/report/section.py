@@ -146,7 +146,7 @@ def shaded(title: str, note: str, found: Table, brief: str) -> Section:
     return Section(title, note, found, brief=brief)
 
 
-def count_of(what: Sized, name: str) -> str:
+def counted(what: Sized, name: str) -> str:
     """Count things, such as `1 block` or `2 blocks`."""
     return f"{len(what)} {name}" + ("" if len(what) == 1 else "s")
 

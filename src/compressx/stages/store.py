@@ -32,7 +32,7 @@ from compressx.models.blockwise import HiddenStates, Keep, in_memory
 from compressx.models.shards import each_tensor, read_tensors, write_tensors
 from compressx.report.figures import Matrices
 from compressx.report.plots import Thumbnail
-from compressx.report.section import count_of
+from compressx.report.section import counted
 from compressx.runtime.errors import ArtifactError
 from compressx.runtime.files import BLOCKS, STATE, atomic_write, json_text, os_errors_named
 from compressx.runtime.ranks import ALONE, Ranks
@@ -405,8 +405,8 @@ def kept_in(folder: Path) -> str:
     try:
         data = json.loads((folder / STATE).read_text(encoding="utf-8"))
         if measured := data.get("measured"):
-            return f"measurements of {count_of(measured, 'unit')} for the allocation"
-        return count_of(done, "finished block") if (done := data["finished"]) else "the choice of blocks or sparsities"
+            return f"measurements of {counted(measured, 'unit')} for the allocation"
+        return counted(done, "finished block") if (done := data["finished"]) else "the choice of blocks or sparsities"
     except (OSError, *_DAMAGE):
         return ""
 

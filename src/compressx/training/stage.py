@@ -26,7 +26,7 @@ from compressx.recipe.rules import matches
 from compressx.recipe.schema import LoadedRecipe, Recipe
 from compressx.recipe.sections import Finetune
 from compressx.recipe.sources import ModelSource
-from compressx.report.section import Column, Section, count_of, number_of, table
+from compressx.report.section import Column, Section, counted, number_of, table
 from compressx.runtime.errors import CompressxError, Mistakes, RecipeError, UnsupportedModelError
 from compressx.stages.state import RunState, Stage
 from compressx.training.finetune import finetune, split_windows, total_steps
@@ -81,7 +81,7 @@ class BlockReconstruction(Stage):
                 "after its survivors were trained: what the pruned blocks give against what the dense ones gave, "
                 "channels counting as the model's loss reacts to them, the mean over tokens.",
                 table(["block", before, after, Column("best pass", "s"), _SECONDS], rows),
-                brief=count_of(rows, "block"),
+                brief=counted(rows, "block"),
             )
 
 

@@ -112,6 +112,11 @@ def test_eval_says_what_is_wrong(work):
         (["eval", "model", "--masks", "r.yaml", "--set", TEXT], "r.yaml"),
         (["eval", "out", "--revision", "abc"], "--revision abc: out is a path, and only hub models have revisions"),
         (["eval", "out", "--set", "evaluate.token_perplexity=null"], "--set: evaluate is empty"),
+        (["eval", "out", "--tasks", "no.yaml"], ": lm_eval.tasks: no such file: no.yaml (looked in "),
+        (
+            ["eval", "out", "--set", "select_tokens={selector: recent, keep: 0.5}"],
+            "--set select_tokens: nothing that is measured reads a prompt",
+        ),
         (["eval", "model", "--set", TEXT.replace("samples: 4", "samples: 99")], "evaluation needs 99 windows of 32"),
     ):
         assert complaint in refused(*arguments)

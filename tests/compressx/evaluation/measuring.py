@@ -5,8 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from compressx.evaluation.evaluators import measure as measured
-from compressx.evaluation.evaluators import options_of, read_evaluators
+from compressx.evaluation.evaluators import options_of, read_evaluators, run_evaluators
 from compressx.plugins.manager import load_plugins
 from compressx.recipe.document import from_python
 
@@ -23,4 +22,4 @@ def read(settings: Any, tokenizer: Any, model: Any) -> Any:
 
 
 def measure(access: Any, tokenizer: Any, settings: Any, fingerprint: str | None = None) -> Any:
-    return measured(access, tokenizer, read(settings, tokenizer, access.model), fingerprint=fingerprint)
+    return run_evaluators(access, tokenizer, read(settings, tokenizer, access.model), fingerprint=fingerprint)

@@ -16,14 +16,14 @@ from tests.compressx.saved import save_tiny
 
 from compressx.evaluation import needle
 from compressx.evaluation.needle import NeedleGrid, grid_prompts, needle_figures
-from compressx.evaluation.saved import evaluate_saved, evaluate_section, source_of
+from compressx.evaluation.saved import evaluate_saved, source_of
 from compressx.models.access import InMemory
 from compressx.pipeline.run import plan, run
 from compressx.plugins.manager import load_plugins
 from compressx.prompts.needles import MEASURING
 from compressx.prompts.selection import SelectorSettings
 from compressx.recipe.sections import SelectTokens
-from compressx.runtime.errors import CalibrationError, CompressxError, PluginError, RecipeError
+from compressx.runtime.errors import CalibrationError, CompressxError, PluginError
 from compressx.testing import tiny_model
 
 LENGTHS = [150, 200]
@@ -189,15 +189,6 @@ def test_what_cannot_be_measured_is_refused_by_the_plan_with_its_place(
         plan(given)
 
 
-def test_a_selection_that_nothing_measured_reads_is_refused_by_eval() -> None:
-    with pytest.raises(RecipeError, match=r"--set select_tokens: nothing that is measured reads a prompt"):
-        evaluate_section(None, ["select_tokens.selector=recent", "select_tokens.keep=0.5"], plugins())
-    _, select = evaluate_section(None, ["select_tokens.selector=recent", "select_tokens.keep=0.5",
-                                "evaluate.needle.dataset=python-docs"], plugins())  # fmt: skip
-    assert select is not None
-    assert select.keep == 0.5
-
-
 def test_eval_refuses_prompts_that_the_model_has_no_room_for_before_it_loads_weights(
     saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -205,19 +196,6 @@ def test_eval_refuses_prompts_that_the_model_has_no_room_for_before_it_loads_wei
     asked = evaluators(needle={"dataset": "python-docs", "lengths": [200]})
     with pytest.raises(CalibrationError, match=r"evaluate\.needle: a prompt of 200 tokens and 16"):
         evaluate_saved(source_of(str(saved)), asked, plugins())
-
-
-def test_a_text_and_a_task_that_are_not_there_are_told_by_eval_with_their_place(project: Path) -> None:
-    Path("r.yaml").write_text(
-        "model: m\noutput: out\nprune: [{targets: ['*'], pruner: wanda, sparsity: 0.5}]\n"
-        "evaluate:\n  token_perplexity: {dataset: {text: no.txt}}\n"
-    )
-    with pytest.raises(CalibrationError, match=r"^r\.yaml:5:22: text: no file matches 'no\.txt'"):
-        evaluate_section(Path("r.yaml"), [], plugins())
-    with pytest.raises(
-        RecipeError, match=r"^--set evaluate\.lm_eval\.tasks=\[no\.yaml\]: lm_eval\.tasks: no such file"
-    ):
-        evaluate_section(None, ["evaluate.lm_eval.tasks=[no.yaml]"], plugins())
 
 
 @pytest.mark.parametrize("count", [-1, True, 1.5])

@@ -12,7 +12,7 @@ from tests.compressx.evaluation.measuring import evaluators, measure, read
 from tests.compressx.saved import save_tiny
 
 from compressx.api.evaluator import EvaluatedModel
-from compressx.evaluation.evaluators import measure as measure_ready
+from compressx.evaluation.evaluators import run_evaluators
 from compressx.evaluation.sample import Sample, SampleEvaluator, prompt_ids
 from compressx.models.access import InMemory
 from compressx.models.checkpoint import find_checkpoint
@@ -83,7 +83,7 @@ def test_a_model_that_stays_on_disk_writes_the_same(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(checkpoint)
     ready = read(asked, tokenizer, tiny_model("llama"))
     found = [
-        measure_ready(open_model(checkpoint, streaming, torch.device("cpu")), tokenizer, ready)
+        run_evaluators(open_model(checkpoint, streaming, torch.device("cpu")), tokenizer, ready)
         for streaming in (False, True)
     ]
     assert found[0] == found[1]

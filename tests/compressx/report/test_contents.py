@@ -68,18 +68,14 @@ def test_evaluation_rows_give_the_change_relative_to_the_dense_model(evaluation:
     assert [row for table in found for row in (table.names, *table.texts)] == expected
 
 
-def test_the_head_has_the_result_of_fine_tuning() -> None:
+def test_the_head_has_the_parameters_of_a_smaller_model_and_the_result_of_fine_tuning() -> None:
     measured = {"dense": {"ppl": 10.0}, "pruned": {"ppl": 15.0}, "finetuned": {"ppl": 12.0}}
-    head = next(iter(sections(report(evaluation=measured))))
-    assert ["ppl", "12", "dense 10, +20.0%"] in head.table.texts
-
-
-def test_parameters_lead_where_the_model_became_smaller() -> None:
-    made = report(shrink={"parameters": [4_000_000, 3_000_000], "config": {"intermediate_size": [96, 72]}})
-    head, *_ = sections(made)
-    assert head.table.texts[:2] == [
+    shrunk = {"parameters": [4_000_000, 3_000_000], "config": {"intermediate_size": [96, 72]}}
+    head, *_ = sections(report(evaluation=measured, shrink=shrunk))
+    assert head.table.texts[:3] == [
         ["parameters", "3 M", "dense 4 M, intermediate_size 96 -> 72"],
         ["sparsity", "40.00%", "of 3 linears"],
+        ["ppl", "12", "dense 10, +20.0%"],
     ]
     assert next(iter(sections(report()))).table.texts[0] == ["sparsity", "40.00%", "of 3 linears"]
 
@@ -116,23 +112,15 @@ def test_markdown_shows_evaluation_modules_layers_and_what_was_not_pruned_and_no
         assert heading not in alone
 
 
-@pytest.mark.parametrize("model", [{"path": "models/x"}, {"file": "x.gguf", "package": "p"}])
-def test_the_title_names_the_model_however_it_was_given(model: dict[str, str]) -> None:
-    assert shown(report(model=model)).splitlines()[0] in ("# Pruned models/x", "# Pruned x.gguf")
-
-
-def test_markdown_embeds_every_figure_under_its_caption() -> None:
+def test_markdown_names_the_model_and_shows_figures_and_what_each_unit_was_given() -> None:
     drawn = [{"file": f"plots/{name}", "caption": f"What {name} shows."} for name in ("a.svg", "b.png")]
-    text = shown(report(figures=tuple(drawn)))
+    text = shown(report(model={"file": "x.gguf", "package": "p"}, figures=tuple(drawn), allocation=ALLOCATION))
+    assert text.startswith("# Pruned x.gguf\n")
     assert "\n## Errors and curves\n\nWhat a.svg shows.\n\n![What a.svg shows.](plots/a.svg)\n\n## " in text
     assert "\n## Matrices, dense and pruned\n\nWhat b.png shows.\n\n![What b.png shows.](plots/b.png)\n\n## " in text
-
-
-def test_markdown_shows_what_each_unit_was_given_and_what_that_is_expected_to_cost() -> None:
-    lines = shown(report(allocation=ALLOCATION)).splitlines()
-    assert any(x.startswith("attention-aware, by rule, target 40.00%: 64 of 160 weights are zero.") for x in lines)
-    assert "| model.layers.0 | q_proj, k_proj | attnprune | 75.00% | 0.0123 |" in lines
-    assert "| outside | lm_head | magnitude | 31.25% |  |" in lines
+    assert "\nattention-aware, by rule, target 40.00%: 64 of 160 weights are zero." in text
+    assert "\n| model.layers.0 | q_proj, k_proj | attnprune | 75.00% | 0.0123 |\n" in text
+    assert "\n| outside | lm_head | magnitude | 31.25% |  |\n" in text
 
 
 def test_what_each_model_wrote_stands_side_by_side_and_is_no_markup(capsys, tmp_path) -> None:
@@ -160,17 +148,13 @@ def test_the_section_run_says_when_where_how_and_on_how_much_text() -> None:
     assert rows(report(), "Run") == [], "a report of an earlier version has none"
 
 
-def test_a_sentence_says_how_the_survivors_were_trained() -> None:
+def test_a_sentence_says_how_the_kept_weights_were_trained_and_a_table_what_that_changed() -> None:
     text = shown(report(finetune=FinetuneReport("dense", 2_500_000, 2, (8, 512), (0.75, 0.5))))
     assert "\n## Fine-tuning\n\n2 steps on 8 windows of 512 tokens, 2.5 M numbers trained: " in text
     assert "divergence from the dense model 0.75 at the first, 0.5 at the last.\n" in text
-    alone = FinetuneReport("none", 1, 2, (8, 512), (0.75, 0.5))
-    assert "next-token loss 0.75" in shown(report(finetune=alone))
-
-
-def test_held_out_losses_are_told_with_the_steps_and_the_time_they_took() -> None:
     held_out = (HeldOutLoss(0, 0.75, 0.0), HeldOutLoss(4, 0.5, 60.0), HeldOutLoss(8, 0.625, 120.0))
-    made = report(finetune=FinetuneReport("dense", 1, 8, (8, 512), (0.7, 0.4), held_out))
+    made = report(finetune=FinetuneReport("none", 1, 8, (8, 512), (0.7, 0.4), held_out))
+    assert "next-token loss" in shown(made)
     assert "on held-out windows 0.75 before, 0.5 after 4 steps." in shown(made)
     assert rows(made, "Fine-tuning") == [["0", "0.0", "0.75"], ["4", "1.0", "0.5"], ["8", "2.0", "0.625"]]
 
