@@ -129,10 +129,8 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(autouse=True)
 def _same_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every machine multiply all dtypes alike, so that `compute_dtype: auto` keeps that of the weights."""
-    from compressx.runtime import machine
-
-    alike = machine.Rates(dict.fromkeys(("float32", "bfloat16", "float16"), 1e9))
-    monkeypatch.setattr(machine, "_measured", lambda _: alike)
+    alike = dict.fromkeys(("float32", "bfloat16", "float16"), 1e9)
+    monkeypatch.setattr("compressx.models.arithmetic.rates", lambda _: alike)
 
 
 @pytest.fixture

@@ -182,7 +182,7 @@ class Arithmetic:
     Attributes:
         dtype: its name, such as `bfloat16`.
         reason: why, in words.
-        rates: FLOP/s of products by dtype, as in `runtime.rates.Rates`; empty if they were not measured.
+        rates: FLOP/s of products by dtype, of a CPU by one thread; empty if they were not measured.
     """
 
     dtype: str

@@ -10,7 +10,10 @@ a product with a thousand tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import functools
+import math
+import time
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -18,13 +21,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+from torch.utils.benchmark import Timer
 
 from compressx.api.record import Arithmetic
 from compressx.recipe.sources import ComputeDtype
-from compressx.runtime.machine import name_of, rates
 
 WORTHWHILE = 1.5
 """How many times as fast as the weights' own dtype another one has to be: blocks do more than products."""
+
+_ROUNDS = 5
+"""Of the measured products, which take milliseconds."""
 
 _NARROW = (torch.bfloat16, torch.float16)
 _PRODUCTS = {
@@ -59,10 +65,41 @@ def run_arithmetic(wanted: ComputeDtype, weights: torch.dtype, device: torch.dev
     if weights == torch.float64 or not others:
         return Arithmetic(name_of(own), "as the weights")
     measured = rates(device)
-    fastest = max(others, key=measured.of)
-    if measured.of(fastest) < WORTHWHILE * measured.of(own) or not measured.of(fastest):
-        return Arithmetic(name_of(own), f"because no other is {WORTHWHILE} times as fast here", measured.products)
-    return Arithmetic(name_of(fastest), "the fastest here", measured.products)
+    fastest = max(map(name_of, others), key=measured.__getitem__)
+    if measured[fastest] < WORTHWHILE * measured[name_of(own)] or not measured[fastest]:
+        return Arithmetic(name_of(own), f"because no other is {WORTHWHILE} times as fast here", measured)
+    return Arithmetic(fastest, "the fastest here", measured)
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """Return a dtype's name in recipes and reports, such as `bfloat16`."""
+    return str(dtype).removeprefix("torch.")
+
+
+@functools.cache
+def rates(device: torch.device) -> Mapping[str, float]:
+    """Measure the FLOP/s of products by the name of their factors' dtype, in a fraction of a second; once a process.
+
+    The products take turns and the shortest time of each counts, because other processes only make them slower. A CPU
+    is measured with one thread, by the time that it runs: on a busy machine most of a second is other processes'. 0
+    stands for a dtype that the device cannot multiply.
+    """
+    rows = 64 if device.type == "cpu" else 2**14
+    clock: dict[str, Any] = {"timer": time.thread_time} if device.type == "cpu" else {}
+    timers: dict[str, Timer] = {}
+    seconds: dict[str, float] = {}
+    for dtype in (torch.float32, *_NARROW):
+        x, weight = (torch.ones(n, 1024, dtype=dtype, device=device) for n in (rows, 1024))
+        factors = {"linear": functional.linear, "x": x, "weight": weight}
+        timers[name_of(dtype)] = Timer("linear(x, weight)", globals=factors, num_threads=1, **clock)
+    for _ in range(_ROUNDS):
+        for name, timer in timers.items():
+            try:
+                taken = timer.timeit(1).median  # after a run that loads kernels and fills caches
+            except RuntimeError:  # this backend has no products of this dtype
+                taken = math.inf
+            seconds[name] = min(seconds.get(name, math.inf), taken)
+    return {name: 2 * rows * 1024**2 / taken for name, taken in seconds.items()}
 
 
 def products_in(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 
 import pytest
 import torch
@@ -11,12 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from compressx.blocks.fisher import gradients
 from compressx.blocks.observe import inputs_watched
+from compressx.models import arithmetic
 from compressx.models.access import InMemory
 from compressx.models.architecture import survey
-from compressx.models.arithmetic import products_in, run_arithmetic
+from compressx.models.arithmetic import products_in, rates, run_arithmetic
 from compressx.models.blockwise import capture, each_block
-from compressx.runtime import machine as module
-from compressx.runtime.machine import Rates
 from compressx.testing import TINY_CONFIGS, tiny_model, tiny_tokens
 
 CPU = torch.device("cpu")
@@ -43,7 +43,7 @@ class Products(TorchDispatchMode):
 @pytest.fixture
 def measured(monkeypatch):
     """Return a function that decides what the device was measured to do."""
-    return lambda products: monkeypatch.setattr(module, "_measured", lambda _: Rates(products))
+    return lambda products: monkeypatch.setattr(arithmetic, "rates", lambda _: products)
 
 
 @pytest.mark.parametrize(
@@ -77,11 +77,37 @@ def test_another_dtype_is_taken_where_the_device_multiplies_it_half_again_as_fas
 
 
 def test_nothing_is_measured_where_there_is_no_choice(monkeypatch):
-    monkeypatch.setattr(module, "_measured", None)
+    monkeypatch.setattr(arithmetic, "rates", None)
     assert run_arithmetic("auto", torch.float64, CPU, training=True).dtype == "float64"
     assert run_arithmetic("auto", F32, CPU, training=False).dtype == "float32", "masks are the same on every machine"
     chosen = run_arithmetic("float32", BF16, CPU, training=True)
     assert (chosen.dtype, chosen.reason, chosen.rates) == ("float32", "as the recipe says", {})
+
+
+def test_rates_are_those_of_a_product_of_ones_own_and_measuring_leaves_threads_and_random_numbers_as_they_are():
+    threads, state, x, weight, times = torch.get_num_threads(), torch.get_rng_state(), torch.ones(64, 1024), None, []
+    weight = torch.ones(1024, 1024)
+    found = rates.__wrapped__(CPU)
+    assert found.keys() == WITH.keys()
+    assert torch.get_num_threads() == threads
+    assert torch.equal(torch.get_rng_state(), state)
+    for _ in range(10):
+        started = time.thread_time()
+        functional.linear(x, weight)
+        times.append(time.thread_time() - started)
+    assert 1 / 4 < found["float32"] / (2 * 64 * 2**20 / min(times)) < 4
+
+
+def test_a_dtype_that_a_device_cannot_multiply_has_the_rate_0_and_other_processes_do_not_count(monkeypatch):
+    def without_bfloat16(x, weight):
+        time.sleep(0.001)
+        if x.dtype == BF16:
+            raise RuntimeError("not implemented for 'BFloat16'")
+
+    monkeypatch.setattr(functional, "linear", without_bfloat16)
+    found = rates.__wrapped__(CPU)
+    assert found["bfloat16"] == 0.0
+    assert found["float32"] > 2 * 64 * 2**20 / 0.001, "the time that it sleeps is not its own"
 
 
 @pytest.mark.parametrize("narrow", [BF16, F16], ids=str)
@@ -184,6 +210,9 @@ def test_weights_in_the_dtype_of_the_products_are_left_alone():
             part(torch.ones(2, 4, dtype=weights))
             assert not torch.is_autocast_enabled("cpu")
         assert counted.seen == {weights}
+
+
+def test_a_block_with_some_wider_weights_is_left_alone_in_its_own_dtype():
     part = torch.nn.Sequential(torch.nn.Linear(4, 4).to(BF16), torch.nn.Linear(4, 4))  # as a router in float32
     with products_in(BF16, part, CPU):
         assert not torch.is_autocast_enabled("cpu")

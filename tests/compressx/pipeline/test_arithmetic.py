@@ -14,10 +14,9 @@ from tests.compressx.pipeline.runs import MAGNITUDE, artifacts, recipe, stopped
 from compressx import prune
 from compressx.blocks import stage as pruning
 from compressx.masks.maskset import MaskSet
+from compressx.models import arithmetic
 from compressx.pipeline.run import run
-from compressx.runtime import machine as module
 from compressx.runtime.errors import ArtifactError
-from compressx.runtime.machine import Rates
 from compressx.testing import tiny_model
 
 TRAINED = {"reconstruct_block": {"passes": 1}}
@@ -28,7 +27,7 @@ SLOW_IN_16_BITS = {"float32": 10e9, "bfloat16": 1e9, "float16": 1e9}
 @pytest.fixture
 def machine(monkeypatch):
     """Return a function that decides how fast this machine is."""
-    return lambda products: monkeypatch.setattr(module, "_measured", lambda _: Rates(products))
+    return lambda products: monkeypatch.setattr(arithmetic, "rates", lambda _: products)
 
 
 def report(folder="out"):
@@ -40,7 +39,7 @@ def test_a_run_that_trains_says_which_dtype_it_took_and_why(model, machine):
     run({**recipe(model), **TRAINED})
     told = report()["arithmetic"]
     assert (told["dtype"], told["reason"]) == ("bfloat16", "the fastest here")
-    assert told["rates"]["bfloat16"] == torch.get_num_threads() * 40e9
+    assert told["rates"]["bfloat16"] == 40e9
     named = re.compile(r"bfloat16, the fastest here; GFLOP/s: float32 \d+, bfloat16 \d+")
     assert named.search(Path("out/report.md").read_text())
     assert named.search(Path("out/run.log").read_text())
@@ -74,7 +73,7 @@ def test_without_training_a_float32_model_is_pruned_alike_on_every_machine(model
 
 
 def test_a_run_that_multiplies_nothing_measures_nothing(model, monkeypatch):
-    monkeypatch.setattr(module, "_measured", None)
+    monkeypatch.setattr(arithmetic, "rates", None)
     run({k: v for k, v in recipe(model, MAGNITUDE).items() if k != "calibration"})
     assert report()["arithmetic"] is None
 
