@@ -10,8 +10,14 @@ from typing import TYPE_CHECKING
 
 import click
 
-from compressx.cli.common import PATH, Host, errors_for_users, plugin_names
-from compressx.runtime.files import json_text
+from compressx.cli.common import (
+    PATH,
+    Host,
+    json_option,
+    options_option,
+    plugin_names,
+    show_or_json,
+)
 
 if TYPE_CHECKING:
     from compressx.plugins.discovery import PluginRecord
@@ -20,20 +26,14 @@ if TYPE_CHECKING:
 
 
 @click.group(invoke_without_command=True, epilog="Example: compressx plugins --json")
-@click.option("--json", "as_json", is_flag=True, help="Print the records as JSON.")
+@json_option
 @click.pass_context
-@errors_for_users
 def plugins(context: click.Context, as_json: bool) -> None:
     """Show every plugin: where it came from, whether it loaded, and what it offers."""
     if context.invoked_subcommand is not None:
         return
-    from compressx.cli import terminal
-
     records = context.obj.plugins(warn=False).records
-    if as_json:
-        click.echo(json_text([r.as_json() for r in records], indent=1))
-    else:
-        terminal.show(*_of_plugins(records))
+    show_or_json([r.as_json() for r in records], _of_plugins(records), as_json=as_json)
 
 
 def _of_plugins(records: Sequence[PluginRecord]) -> Iterator[Section]:
@@ -55,13 +55,12 @@ def _of_plugins(records: Sequence[PluginRecord]) -> Iterator[Section]:
               default="pruner", show_default=True, help="What it offers.")  # fmt: skip
 @click.option("--folder", type=PATH, default=Path(), help="Folder to create it in; by default the current one.")
 @click.pass_obj
-@errors_for_users
 def plugins_new(host: Host, name: str, kind: str, folder: Path) -> None:
     """Write a plugin package compressx-NAME with a working example called NAME of a kind, and its tests."""
-    from compressx.plugins.scaffold import check_name, new_plugin
+    from compressx.plugins.scaffold import check_plugin_name, new_plugin
     from compressx.runtime.errors import PluginError
 
-    check_name(name)
+    check_plugin_name(name)
     loaded = host.plugins()
     if any(name in offered for offered in loaded.offers.values()) or any(name == r.name for r in loaded.records):
         raise PluginError(f"{name!r} exists already, as a plugin or in one; choose another name")
@@ -72,15 +71,12 @@ def plugins_new(host: Host, name: str, kind: str, folder: Path) -> None:
 
 @plugins.command("check", epilog="Example: compressx plugins check wanda --architecture llama")
 @click.argument("name", shell_complete=plugin_names)
-@click.option(
-    "--set", "options", multiple=True, metavar="OPTION=VALUE", help="An option of what is checked; may be repeated."
-)
+@options_option
 @click.option(
     "--architecture", "architectures", multiple=True, help="Check only on this architecture; may be repeated."
 )
 @click.option("-v", "--verbose", is_flag=True, help="Print every failure, also those of one cause.")
 @click.pass_obj
-@errors_for_users
 def plugins_check(
     host: Host, name: str, options: tuple[str, ...], architectures: tuple[str, ...], verbose: bool
 ) -> None:
@@ -131,8 +127,8 @@ def _of_checks(pruner: str, found: Sequence[Outcome], *, every: bool) -> Iterato
             ]
         rows.append((check, *cells))
     yield Section(table=table([pruner, *(architectures or [""])], rows))
-    told = [o for o in found if o.status in ("failed", "refused")]
-    for first, *more in [[o] for o in told] if every else by_cause(told):
+    unmet = [o for o in found if o.status in ("failed", "refused")]
+    for first, *more in [[o] for o in unmet] if every else by_cause(unmet):
         also = f"\n    and {len(more)} more for this cause; -v shows all" if more else ""
         yield Section(note=f"{words[first.status]}: {first}{also}")
     passed, failed = (sum(o.status == status for o in found) for status in ("passed", "failed"))

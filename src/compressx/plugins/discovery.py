@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-import ast
-import contextlib
 import re
 import tomllib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from importlib.machinery import PathFinder
+from functools import cache
 from importlib.metadata import Distribution, entry_points
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
-from packaging.specifiers import InvalidSpecifier, SpecifierSet
-from pydantic import AfterValidator, Field, StrictBool, create_model
+from pydantic import Field, StrictBool
 
 from compressx.plugins import kinds
 from compressx.recipe.document import Step
 from compressx.recipe.validation import Strict, validated
 from compressx.runtime.code import code_digest
-from compressx.runtime.errors import PluginError, did_you_mean, nearest, one_line
+from compressx.runtime.errors import PluginError, did_you_mean, one_line, suggestion
 
 Source: TypeAlias = Literal["entry point", "plugins.toml", "--plugin"]
-Status: TypeAlias = Literal["found", "loaded", "blocked", "disabled", "failed"]
 
 
 @dataclass(frozen=True)
@@ -38,15 +33,12 @@ class PluginRecord:
         place: its sources for messages: the distribution, the line of `plugins.toml`, or the argument.
         distribution: the installed distribution with its entry point.
         version: of the distribution.
-        summary: from `plugins.toml`.
         folder: that its module must be in, or None for anywhere.
-        requires_host: versions of compressx that it works with, as pip writes them, or None for any.
-        required: whether it is an error if it cannot be loaded.
-        asked: whether it was given to `--plugin`.
+        asked: whether it was given to `--plugin`, so that it is an error if it cannot be loaded.
         status: `found` before it is imported; its hooks are called if it is `loaded`. `-p no:NAME` makes it `blocked`,
             `plugins.toml` `disabled`.
-        error: the last line of the traceback if it failed.
-        offers: names that it registered, by `Kind.key`; before loading, those that `plugins.toml` declares.
+        error: what failed, with the file and line of the plugin's.
+        offers: names that it registered, by `Kind.key`.
     """
 
     name: str
@@ -55,12 +47,9 @@ class PluginRecord:
     place: str
     distribution: str | None = None
     version: str | None = None
-    summary: str = ""
     folder: Path | None = None
-    requires_host: str | None = None
-    required: bool = False
     asked: bool = False
-    status: Status = "found"
+    status: Literal["found", "loaded", "blocked", "disabled", "failed"] = "found"
     error: str | None = None
     offers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
@@ -71,40 +60,23 @@ class PluginRecord:
         """Return the record as `compressx plugins --json` prints it."""
         shown = ("name", "distribution", "version", "source", "module", "status", "error")
         offers = {kind.key: self.offers.get(kind.key, ()) for kind in kinds.KINDS}
-        return {**{name: getattr(self, name) for name in shown}, "summary": self.described(), **offers}
-
-    def described(self) -> str:
-        """Return its summary, or else the first line of its module's docstring, which is read without an import."""
-        places = None if self.folder is None else [str(self.folder)]
-        name, spec = "", None
-        for part in self.module.partition(":")[0].split("."):
-            name = f"{name}.{part}".removeprefix(".")
-            spec = PathFinder.find_spec(name, places)
-            places = [] if spec is None else spec.submodule_search_locations
-        if self.summary or spec is None or spec.origin is None:
-            return self.summary
-        with contextlib.suppress(OSError, SyntaxError, ValueError):
-            return (ast.get_docstring(ast.parse(Path(spec.origin).read_bytes())) or "").partition("\n")[0]
-        return ""
+        return {name: getattr(self, name) for name in shown} | offers
 
     def code(self) -> str:
         """Return the `code_digest` of its package."""
         return code_digest(self.module.partition(":")[0].partition(".")[0])
 
-    def why_absent(self) -> str:
-        """Return why the plugin is not loaded, as a clause."""
-        if self.status == "blocked":
-            return f"is blocked; drop -p no:{self.name}"
-        if self.status == "disabled":
-            return "is disabled; drop its name from [load] disabled in plugins.toml"
-        return f"failed to load: {self.error}"
-
-    def would_offer(self, key: str, name: str) -> bool:
-        """Return whether the plugin probably offers `name`: declared under `key`, or part of the plugin's name."""
+    def absence_of(self, name: str) -> str:
+        """Return why the plugin is not loaded if it probably offers `name`, since its own name is like that."""
         own = (self.name.lower(), (self.distribution or "").lower())
-        return name in self.offers.get(key, ()) or any(
-            of == name.lower() or (min(len(of), len(name)) > 3 and (of in name or name in of)) for of in own
-        )
+        if not any(x == name.lower() or (min(len(x), len(name)) > 3 and (x in name or name in x)) for x in own):
+            return ""
+        reasons = {
+            "blocked": f"is blocked; drop -p no:{self.name}",
+            "disabled": "is disabled; drop its name from [load] disabled in plugins.toml",
+            "failed": f"failed to load: {self.error}",
+        }
+        return f"plugin {self.name!r} ({self.source}) {reasons[self.status]}"
 
 
 _HEADER = re.compile(r"\s*(\[\[?)\s*([^\[\]]+?)\s*\]")
@@ -116,35 +88,23 @@ class LoadTable(Strict):
 
     entry_points: StrictBool = Field(True, description="whether installed plugins are loaded")
     disabled: list[str] = Field(default_factory=list, description="names of plugins that are never imported")
-    required: list[str] = Field(default_factory=list, description="names of plugins that must load")
-
-
-def _specifier(text: str) -> str:
-    try:
-        SpecifierSet(text)
-    except InvalidSpecifier:
-        raise ValueError('expected versions as pip writes them, such as ">=0.1,<0.3"') from None
-    return text
 
 
 MODULE = r"^[A-Za-z_][\w.]*(:[A-Za-z_][\w.]*)?$"
 """`MODULE` or `MODULE:OBJECT`."""
 
 
-class _PluginTable(Strict):
+class PluginTable(Strict):
+    """`[[plugin]]`: a plugin that is not installed."""
+
     name: str = Field(min_length=1, description="name for `-p no:NAME` and messages")
     module: str = Field(pattern=MODULE, description="MODULE or MODULE:OBJECT")
-    requires_host: Annotated[str, AfterValidator(_specifier)] | None = Field(
-        None, alias="requires-host", description="versions of compressx that it works with, such as >=0.1,<0.3"
-    )
     path: str | None = Field(None, description="folder inside the project, on sys.path during the import")
-    summary: str = Field("", description="one line for people")
 
 
-def plugin_table() -> type[_PluginTable]:
-    """Return the schema of one `[[plugin]]` table, with a key for the names of each kind."""
-    names: Any = (list[str] | None, Field(None, description="exactly the names that it must register"))
-    return create_model("PluginTable", __base__=_PluginTable, **{kind.key: names for kind in kinds.KINDS})
+class _Content(Strict):
+    load: LoadTable = LoadTable()
+    plugin: list[PluginTable] = Field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -172,76 +132,50 @@ def read_plugins_file(path: Path) -> PluginsFile:
     """Read `plugins.toml`.
 
     Raises:
-        PluginError: a file that cannot be read, is not TOML, has unknown keys, lists a plugin twice, both requires and
-            disables one, or puts a folder outside the project on sys.path. The message has the line.
+        PluginError: a file that cannot be read, is not TOML, has unknown keys, or puts a folder outside the project on
+            sys.path. The message has the line.
     """
     name = one_line(str(path))
-    text = _read(path, name)
+    text, data = _read(path, name)
     file = PluginsFile(places=_places(text, name))
-    tables: Any = (list[plugin_table()], Field(default_factory=list))  # type: ignore[misc]
-    schema = create_model("Content", __base__=Strict, load=(LoadTable, LoadTable()), plugin=tables)
-    content: Any = validated(schema, _parse(text, name), file.where, error=PluginError)
-    first: dict[str, int] = {}
-    for i, plugin in enumerate(content.plugin):
-        if first.setdefault(plugin.name, i) != i:
-            earlier = file.where("plugin", first[plugin.name], "name")
-            raise PluginError(
-                f"{file.where('plugin', i, 'name')}: plugin {plugin.name!r} is already listed at {earlier}"
-            )
-    if both := sorted({*content.load.disabled} & {*content.load.required}):
-        raise PluginError(f"{file.where('load', 'required')}: {both[0]!r} is both required and disabled; keep one")
-    records = (_record(table, path.parent, partial(file.where, "plugin", i)) for i, table in enumerate(content.plugin))
+    content = validated(_Content, data, file.where, error=PluginError)
+    records = []
+    for i, table in enumerate(content.plugin):
+        folder = None if table.path is None else _inside(path.parent, table.path, file.where("plugin", i, "path"))
+        place = file.where("plugin", i)
+        records.append(PluginRecord(table.name, table.module, "plugins.toml", place, folder=folder))
     return replace(file, load=content.load, plugins=tuple(records))
 
 
-def _record(table: Any, project: Path, where: Callable[..., str]) -> PluginRecord:
-    declared = {kind.key: getattr(table, kind.key) for kind in kinds.KINDS}
-    return PluginRecord(
-        name=table.name,
-        module=table.module,
-        source="plugins.toml",
-        place=where(),
-        summary=table.summary,
-        folder=None if table.path is None else _inside(project, table.path, where("path")),
-        requires_host=table.requires_host,
-        offers={key: tuple(names) for key, names in declared.items() if names is not None},
-    )
-
-
-def _read(path: Path, name: str) -> str:
+def _read(path: Path, name: str) -> tuple[str, dict[str, Any]]:
+    """Return a file's text, and what it says as TOML."""
     try:
-        return path.read_bytes().decode("utf-8")
+        text = path.read_bytes().decode("utf-8")
+        return text, tomllib.loads(text)
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
-        byte = error.object[error.start]
-        raise PluginError(f"{name}:{line}: byte 0x{byte:02x} is not UTF-8; save the file as UTF-8") from None
-    except (OSError, ValueError) as error:
-        raise PluginError(f"{name}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
-
-
-def _parse(text: str, name: str) -> dict[str, Any]:
-    try:
-        return tomllib.loads(text)
-    except ValueError as error:  # TOMLDecodeError, or a number with too many digits
+        message = f"{name}:{line}: byte 0x{error.object[error.start]:02x} is not UTF-8; save the file as UTF-8"
+    except OSError as error:
+        message = f"{name}: cannot be read: {error.strerror}"
+    except (ValueError, RecursionError) as error:  # TOMLDecodeError, or a number with too many digits
         found = re.fullmatch(r"(.*) \(at line (\d+), column (\d+)\)", str(error), re.DOTALL)
         place, reason = (f"{name}:{found[2]}:{found[3]}", found[1]) if found else (name, str(error))
-        raise PluginError(f"{place}: not TOML: {reason}") from None
-    except RecursionError:
-        raise PluginError(f"{name}: not TOML: nested too deeply") from None
+        message = f"{place}: not TOML: {'nested too deeply' if isinstance(error, RecursionError) else reason}"
+    raise PluginError(message)
 
 
 def _inside(project: Path, folder: str, place: str) -> Path:
     """Resolve a folder with its links; refuse one outside the project."""
-    root = project.resolve()
+    root, fault = project.resolve(), ""
     try:
-        resolved = (root / folder).resolve()
-        missing = not resolved.is_dir()
-    except (OSError, ValueError, RuntimeError) as error:  # too long, a NUL, a loop of links
-        raise PluginError(f"{place}: path {folder!r} cannot be resolved: {error}") from None
-    if not resolved.is_relative_to(root):
-        raise PluginError(f"{place}: path {folder!r} is outside the project {root}: it resolves to {resolved}")
-    if missing:
-        raise PluginError(f"{place}: path {folder!r} is not a folder; looked in {root}")
+        resolved = (root / folder).resolve(strict=True)
+    except (OSError, ValueError, RuntimeError) as error:  # missing, too long, a NUL, a loop of links
+        fault = getattr(error, "strerror", None) or str(error)
+    else:
+        if not (resolved.is_dir() and resolved.is_relative_to(root)):
+            fault = f"it resolves to {resolved}"
+    if fault:
+        raise PluginError(f"{place}: path {folder!r} is no folder inside the project {root}: {fault}")
     return resolved
 
 
@@ -276,23 +210,16 @@ def discover(modules: Sequence[str], file: PluginsFile) -> Mapping[str, PluginRe
     The same name with the same module in several sources is one plugin.
 
     Raises:
-        PluginError: one name for two modules, one module under two names, or a missing required plugin.
+        PluginError: one name for two modules, or one module under two names.
     """
     found: dict[str, PluginRecord] = {}
     for record in [*_installed(file), *file.plugins, *_requested(modules)]:
         _add(found, record)
-    for name in file.load.required:
-        if name not in found:
-            hint = did_you_mean(name, found) or "none is installed or listed"
-            raise PluginError(f"{file.where('load', 'required')}: required plugin {name!r} is missing; {hint}")
-        found[name] = replace(found[name], required=True)
     return found
 
 
 def blocked_names(found: Mapping[str, PluginRecord], blocked: Collection[str], file: PluginsFile) -> frozenset[str]:
     """Return the names of the plugins that must not be imported.
-
-    `-p no:NAME` takes precedence over `[load] required`.
 
     Raises:
         PluginError: an unknown name, or a plugin that `--plugin` requests at the same time.
@@ -307,18 +234,17 @@ def blocked_names(found: Mapping[str, PluginRecord], blocked: Collection[str], f
     return frozenset(blocked) | frozenset(file.load.disabled)
 
 
+@cache  # its metadata are parsed anew each time
+def _name_and_version(distribution: Distribution) -> tuple[str, str]:
+    return distribution.name, distribution.version
+
+
 def _installed(file: PluginsFile) -> Iterator[PluginRecord]:
-    if not file.load.entry_points:
-        return
-    described: dict[Distribution | None, tuple[str | None, str | None]] = {None: (None, None)}
-    for point in sorted(entry_points(group=GROUP), key=lambda p: (p.name, p.value)):
+    points = entry_points(group=GROUP) if file.load.entry_points else ()
+    for point in sorted(points, key=lambda p: (p.name, p.value)):
         module = point.value.partition("[")[0].replace(" ", "")  # extras may follow
-        if point.dist and point.dist not in described:  # which parses its whole description each time
-            metadata = point.dist.metadata
-            described[point.dist] = metadata["Name"], metadata["Version"]
-        name, version = described[point.dist]
-        place = f"entry point of {name} {version}" if name else f"entry point {point.value}"
-        yield PluginRecord(point.name, module, "entry point", place, name, version)
+        name, version = _name_and_version(point.dist)
+        yield PluginRecord(point.name, module, "entry point", f"entry point of {name} {version}", name, version)
 
 
 def _requested(modules: Sequence[str]) -> Iterator[PluginRecord]:
@@ -327,7 +253,7 @@ def _requested(modules: Sequence[str]) -> Iterator[PluginRecord]:
         if found := re.fullmatch(r"(.+\.py)(:[A-Za-z_][\w.]*)?", given):
             file = Path(found[1]).expanduser().absolute()
             if not file.is_file():
-                beside = nearest(file.name, [path.name for path in file.parent.glob("*.py")])
+                beside = suggestion(file.name, [path.name for path in file.parent.glob("*.py")])
                 raise PluginError(f"--plugin {given}: no such file; {beside}looked in {file.parent}")
             module, folder = f"{file.stem}{found[2] or ''}", file.resolve().parent
         if not re.match(MODULE, module):
@@ -335,27 +261,21 @@ def _requested(modules: Sequence[str]) -> Iterator[PluginRecord]:
                 f"--plugin {given!r} is not a module; expected MODULE, such as my_pruner for my_pruner.py in the "
                 f"working directory, {Path.cwd()}, or the path of such a file, with :OBJECT or without"
             )
-        yield PluginRecord(module, module, "--plugin", f"--plugin {given}", folder=folder, required=True, asked=True)
+        yield PluginRecord(module, module, "--plugin", f"--plugin {given}", folder=folder, asked=True)
 
 
 def _add(found: dict[str, PluginRecord], new: PluginRecord) -> None:
     """Add a plugin, or merge it into the record of the same plugin from an earlier source."""
     twin = next((r for r in found.values() if r.module == new.module), None)
-    old = twin if twin is not None and new.asked else found.get(new.name)
-    if old is None and twin is not None:
-        raise PluginError(f"{new} is the same module as {twin}, {new.module}; give both the same name")
+    old = twin if twin is not None and new.asked else found.get(new.name, twin)
     if old is None:
         found[new.name] = new
-    elif old.module != new.module:
-        raise PluginError(
-            f"{new} and {old} share a name, but one is {new.module} and the other {old.module}; rename one"
-        )
-    elif old.folder is not None and new.folder is not None and old.folder != new.folder:
-        raise PluginError(
-            f"{new} and {old} are two modules of one name, {new.module}, in {new.folder} and in {old.folder}; rename "
-            "one of them"
-        )
-    else:
-        either = ("folder", "summary", "requires_host", "offers", "required", "asked")
-        merged = {name: getattr(old, name) or getattr(new, name) for name in either}
-        found[old.name] = replace(old, place=f"{old.place}, {new.place}", **merged)
+        return
+    for what in ("module", "folder") if new.asked else ("name", "module", "folder"):
+        mine, other = getattr(new, what), getattr(old, what)
+        if mine != other and None not in (mine, other):
+            raise PluginError(
+                f"{new} and {old} share a name or a module, but not the {what}: {mine} and {other}; rename one of them"
+            )
+    merged = {name: getattr(old, name) or getattr(new, name) for name in ("folder", "asked")}
+    found[old.name] = replace(old, place=f"{old.place}, {new.place}", **merged)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, get_args
 
@@ -31,13 +31,13 @@ class Kind(Generic[Spec]):
         key: plural, in `plugins.toml`, `Plugins.offers` and `compressx plugins`; the hook is `compressx_KEY`.
         spec: class with at least `name`, `summary`, `options` (a pydantic model) and `build` (called with validated
             options).
-        check: raises `TypeError` for an invalid spec, beyond the checks of all kinds.
+        faults: yields what is wrong with a spec, beyond what is checked for all kinds.
     """
 
     name: str
     key: str
     spec: type[Spec]
-    check: Callable[[Any], None] | None = None
+    faults: Callable[[Any], Iterable[str]] = lambda _: ()
 
     @property
     def hook(self) -> str:
@@ -51,50 +51,54 @@ def check_spec(kind: Kind[Any], spec: Any) -> None:
     Raises:
         TypeError: another type, or an attribute of the wrong type.
     """
+    if (fault := next(_faults(kind, spec), None)) is not None:
+        raise TypeError(fault)
+
+
+def _faults(kind: Kind[Any], spec: Any) -> Iterator[str]:
     if not isinstance(spec, kind.spec):
-        raise TypeError(f"{kind.hook} returned {spec!r:.80}, which is not a {kind.spec.__name__}")
-    shown, options = f"{kind.name} {spec.name!r}", spec.options
+        yield f"{kind.hook} returned {spec!r:.80}, which is not a {kind.spec.__name__}"
     if not isinstance(spec.name, str) or not spec.name:
-        raise TypeError(f"{kind.hook} returned a {kind.spec.__name__} named {spec.name!r}; expected non-empty text")
+        yield f"{kind.hook} returned a {kind.spec.__name__} named {spec.name!r}; expected non-empty text"
+    shown, options = f"{kind.name} {spec.name!r}", spec.options
     if not (inspect.isclass(options) and issubclass(options, BaseModel)):
-        raise TypeError(f"{shown} has options {options!r:.80}, which is not a pydantic model")
+        yield f"{shown} has options {options!r:.80}, which is not a pydantic model"
     if options is BaseModel:
-        raise TypeError(f"{shown} has pydantic's BaseModel itself as options; use a subclass, even an empty one")
+        yield f"{shown} has pydantic's BaseModel itself as options; use a subclass, even an empty one"
     if not callable(spec.build):
-        raise TypeError(f"{shown} has build {spec.build!r:.80}, which is not callable")
-    if kind.check is not None:
-        kind.check(spec)
+        yield f"{shown} has build {spec.build!r:.80}, which is not callable"
+    yield from kind.faults(spec)
 
 
-def _check_pruner(spec: PrunerSpec) -> None:
+def _faults_of_pruner(spec: PrunerSpec) -> Iterator[str]:
+    shown = f"pruner {spec.name!r}"
     for given, known in (("groups", get_args(Group)), ("units", UNIT_KINDS)):
         values: Any = getattr(spec, given)
         if not isinstance(values, tuple) or not {*values} <= {*known}:
-            raise TypeError(
-                f"pruner {spec.name!r} has {given} {values!r:.80}; expected a tuple of {', '.join(known)}, such as "
-                f"({known[0]!r},)"
+            yield (
+                f"{shown} has {given} {values!r:.80}; expected a tuple of {', '.join(known)}, such as ({known[0]!r},)"
             )
     if not (spec.groups or spec.nm or spec.units):
-        raise TypeError(f"pruner {spec.name!r} prunes nothing: its groups and units are empty and nm is False")
+        yield f"{shown} prunes nothing: its groups and units are empty and nm is False"
     if spec.check is not None and not callable(spec.check):
-        raise TypeError(f"pruner {spec.name!r} has check {spec.check!r:.80}, which is not callable")
+        yield f"{shown} has check {spec.check!r:.80}, which is not callable"
     if unknown := {*spec.selecting_options} - {*spec.options.model_fields}:
-        raise TypeError(f"pruner {spec.name!r} has selecting_options {sorted(unknown)}, which are not options of it")
+        yield f"{shown} has selecting_options {sorted(unknown)}, which are not options of it"
 
 
-def _check_selector(spec: TokenSelectorSpec) -> None:
+def _faults_of_selector(spec: TokenSelectorSpec) -> Iterator[str]:
     if spec.needles is not None and not callable(spec.needles):
-        raise TypeError(f"token selector {spec.name!r} has needles {spec.needles!r:.80}, which is not callable")
+        yield f"token selector {spec.name!r} has needles {spec.needles!r:.80}, which is not callable"
 
 
-def _check_exporter(spec: ExporterSpec) -> None:
+def _faults_of_exporter(spec: ExporterSpec) -> Iterator[str]:
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", spec.name):
-        raise TypeError(f"exporter {spec.name!r} names no folder; expected letters, digits, _, . and -")
+        yield f"exporter {spec.name!r} names no folder; expected letters, digits, _, . and -"
 
 
-PRUNER = Kind("pruner", "pruners", PrunerSpec, _check_pruner)
-TOKEN_SELECTOR = Kind("token selector", "token_selectors", TokenSelectorSpec, _check_selector)
+PRUNER = Kind("pruner", "pruners", PrunerSpec, _faults_of_pruner)
+TOKEN_SELECTOR = Kind("token selector", "token_selectors", TokenSelectorSpec, _faults_of_selector)
 EVALUATOR = Kind("evaluator", "evaluators", EvaluatorSpec)
-EXPORTER = Kind("exporter", "exporters", ExporterSpec, _check_exporter)
+EXPORTER = Kind("exporter", "exporters", ExporterSpec, _faults_of_exporter)
 
 KINDS: tuple[Kind[Any], ...] = (PRUNER, TOKEN_SELECTOR, EVALUATOR, EXPORTER)

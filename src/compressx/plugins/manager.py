@@ -1,33 +1,31 @@
 """Import the plugins that are not blocked, check their hooks and collect what they offer.
 
-A plugin that cannot be imported is recorded and skipped; if it is required, that is an error. Invalid hooks are always
-an error, because a misspelt hook would never be called.
+A plugin that cannot be imported is recorded and skipped; if `--plugin` names it, that is an error. Invalid hooks are
+always an error, because a misspelt hook would never be called.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
-import importlib.metadata
 import inspect
 import itertools
 import sys
 import traceback
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any, TypeAlias
+from unittest.mock import patch
 
 import pluggy
-from packaging.specifiers import SpecifierSet
 
 from compressx.api import hooks
 from compressx.plugins import kinds
 from compressx.plugins.discovery import GROUP, PluginRecord, PluginsFile, blocked_names, discover, read_plugins_file
 from compressx.plugins.kinds import Kind, Spec, check_spec
-from compressx.runtime.code import __version__
-from compressx.runtime.errors import CompressxError, PluginError, did_you_mean
+from compressx.runtime.errors import PluginError, did_you_mean, own_frames, place_of, said_by
 
 Offers: TypeAlias = Mapping[str, Mapping[str, Any]]
 """Specs by `Kind.key` and name."""
@@ -81,9 +79,8 @@ class Plugins:
         *first, last = (kind.name for kind in wanted)
         none = f"no {', '.join(first)}{' or ' * bool(first)}{last} {name!r}"
         absent = [r for r in self.records if r.status != "loaded"]
-        if likely := [r for r in absent if any(r.would_offer(kind.key, name) for kind in wanted)]:
-            reasons = "; ".join(f"plugin {r.name!r} ({r.source}) {r.why_absent()}" for r in likely)
-            return f"{none}: {reasons}"
+        if reasons := [*filter(None, (r.absence_of(name) for r in absent))]:
+            return f"{none}: {'; '.join(reasons)}"
         failed = [r.name for r in absent if r.status == "failed"]
         also = f"; plugins that failed to load: {', '.join(failed)}" if failed else ""
         known = did_you_mean(name, [n for kind in wanted for n in self.offers[kind.key]]) or "none is loaded"
@@ -99,7 +96,7 @@ def load_plugins(*, modules: Sequence[str] = (), blocked: Collection[str] = (), 
         toml: the project's file; None for `plugins.toml` in the working directory, if there is one.
 
     Raises:
-        PluginError: a required plugin that fails, an unknown or duplicate name, an invalid hook, a name offered twice,
+        PluginError: one of `modules` that fails, an unknown or duplicate name, an invalid hook, a name offered twice,
             or an invalid `plugins.toml`.
     """
     default = Path("plugins.toml")
@@ -130,56 +127,39 @@ def load_plugins(*, modules: Sequence[str] = (), blocked: Collection[str] = (), 
 
 def _load(manager: pluggy.PluginManager, record: PluginRecord) -> tuple[PluginRecord, Offers]:
     """Import and register one plugin, and collect its specs."""
-    needed = record.requires_host
-    if needed is not None and not SpecifierSet(needed).contains(__version__, prereleases=True):
-        return _failed(record, f"it needs compressx {needed}, but this is {__version__}; update one of the two"), {}
+    folder = record.folder or (Path.cwd() if record.asked else None)
+    importlib.invalidate_caches()
     try:
         with (
-            _on_sys_path(record.folder or (Path.cwd() if record.asked else None)),
+            patch.object(sys, "path", sys.path if folder is None else [str(folder), *sys.path]),
             contextlib.redirect_stdout(sys.stderr),  # where results of commands go, it must not print
         ):
             plugin = EntryPoint(record.name, record.module, GROUP).load()
     except (Exception, SystemExit) as error:  # noqa: BLE001 - a broken plugin must not stop the others
-        return _failed(record, _message(error) + _where_looked(record, error), error), {}
-    _check_origin(record)
+        return _failed(record, error), {}
+    module = sys.modules[record.module.partition(":")[0]]
+    origin = Path(getattr(module, "__file__", None) or "/").resolve()
+    if record.folder is not None and not origin.is_relative_to(record.folder):
+        raise PluginError(
+            f"{record}: module {module.__name__!r} was imported from {origin}, not from {record.folder}; "
+            "another module has the same name, so rename it"
+        )
     _register(manager, record, plugin)
     try:
         specs = _offered_by(manager, plugin)
     except (Exception, SystemExit) as error:  # noqa: BLE001 - likewise
         manager.unregister(plugin)
-        return _failed(record, _message(error), error), {}
-    offers = {key: tuple(named) for key, named in specs.items()}
-    for key, declared in record.offers.items():
-        if sorted(declared) != sorted(offers[key]):
-            raise PluginError(
-                f"{record} registers the {key} {', '.join(offers[key]) or 'none'}, but plugins.toml declares "
-                f"{', '.join(declared) or 'none'}"
-            )
-    return replace(record, status="loaded", offers=offers), specs
+        return _failed(record, error), {}
+    return replace(record, status="loaded", offers={key: tuple(named) for key, named in specs.items()}), specs
 
 
-def _failed(record: PluginRecord, reason: str, error: BaseException | None = None) -> PluginRecord:
-    """Record a failure; raise it if the plugin is required."""
-    if record.required:
-        raise PluginError(f"{record} is required and failed to load: {reason}") from error
+def _failed(record: PluginRecord, error: BaseException) -> PluginRecord:
+    """Record a failure with the file and line of the plugin's that it comes from; raise it if it was asked for."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).parent != Path(__file__).parent]
+    reason = said_by(error) + place_of(own_frames(frames)) + _where_looked(record, error)
+    if record.asked:
+        raise PluginError(f"{record} failed to load: {reason}") from error
     return replace(record, status="failed", error=reason)
-
-
-_NOT_THEIRS = {Path(str(module.__file__)).parent for module in (importlib, importlib.metadata, pluggy)}
-"""Folders of the code between the host and a plugin's."""
-
-
-def _message(error: BaseException) -> str:
-    """Return the last line of a traceback, with the file and line of the plugin's that it comes from."""
-    message = traceback.format_exception_only(error)[-1].strip()
-    if isinstance(error, SyntaxError):
-        return f"{message} ({error.filename}, line {error.lineno})"
-    passed = {*_NOT_THEIRS, Path(__file__).parent}
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).parent not in passed]
-    frames = [f for f in frames if not f.filename.startswith("<")]  # "<frozen importlib._bootstrap>"
-    own = [f for f in frames if Path(f.filename).is_relative_to(Path(frames[0].filename).parent)]
-    told = not own or isinstance(error, CompressxError)  # these say themselves what to do
-    return message if told else f"{message} ({own[-1].filename}, line {own[-1].lineno})"
 
 
 def _where_looked(record: PluginRecord, error: BaseException) -> str:
@@ -193,57 +173,24 @@ def _where_looked(record: PluginRecord, error: BaseException) -> str:
     )
 
 
-def _check_origin(record: PluginRecord) -> None:
-    """Refuse a module from another folder than the one in `plugins.toml`."""
-    if record.folder is None:
-        return
-    module = sys.modules[record.module.partition(":")[0]]
-    origin = Path(getattr(module, "__file__", None) or "/").resolve()
-    if not origin.is_relative_to(record.folder):
-        raise PluginError(
-            f"{record}: module {module.__name__!r} was imported from {origin}, not from {record.folder}; "
-            "another module has the same name, so rename it"
-        )
-
-
-@contextlib.contextmanager
-def _on_sys_path(folder: Path | None) -> Iterator[None]:
-    if folder is None:
-        yield
-        return
-    sys.path.insert(0, str(folder))
-    importlib.invalidate_caches()
-    try:
-        yield
-    finally:
-        with contextlib.suppress(ValueError):
-            sys.path.remove(str(folder))
-
-
 def _register(manager: pluggy.PluginManager, record: PluginRecord, plugin: object) -> None:
-    """Register a plugin if all of its hooks exist and are marked as implementations."""
-    implemented = list(_hooks_of(record, plugin, vars(manager.hook)))
-    try:
-        manager.register(plugin, record.name)
-    except (pluggy.PluginValidationError, ValueError) as error:
-        expected = ", ".join(f"{hook}({', '.join(getattr(manager.hook, hook).spec.argnames)})" for hook in implemented)
-        raise PluginError(f"{record}: {' '.join(str(error).split())}; expected {expected}") from error
-
-
-def _hooks_of(record: PluginRecord, plugin: object, known: Collection[str]) -> Iterator[str]:
-    """Yield the hooks that a plugin implements; refuse functions that look like hooks but would never be called."""
+    """Register a plugin; refuse functions that look like hooks but would never be called, and wrong arguments."""
+    known, expected = vars(manager.hook), []
     for name in dir(plugin):
-        found = inspect.getattr_static(plugin, name, None)
-        function = getattr(found, "__func__", found)  # static and class methods
-        marker = getattr(function, "compressx_impl", None)
-        if not inspect.isroutine(function) or (marker is None and not name.startswith("compressx_")):
+        marker = manager.parse_hookimpl_opts(plugin, name)
+        if marker is None and not (name.startswith("compressx_") and inspect.isroutine(getattr(plugin, name))):
             continue
         hook = (marker and marker["specname"]) or name
         if hook not in known:
             raise PluginError(f"{record}: function {name!r} is not a hook; {did_you_mean(hook, known)}")
         if marker is None:
             raise PluginError(f"{record}: function {name!r} lacks @compressx.hookimpl and would never be called")
-        yield hook
+        expected.append(f"{hook}({', '.join(known[hook].spec.argnames)})")
+    try:
+        manager.register(plugin, record.name)
+    except (pluggy.PluginValidationError, ValueError) as error:
+        said = " ".join(str(error).split())
+        raise PluginError(f"{record}: {said}; expected {', '.join(expected)}") from error
 
 
 def _offered_by(manager: pluggy.PluginManager, plugin: object) -> Offers:
@@ -255,10 +202,8 @@ def _offered_by(manager: pluggy.PluginManager, plugin: object) -> Offers:
     offers: dict[str, dict[str, Any]] = {kind.key: {} for kind in kinds.KINDS}
     for kind in kinds.KINDS:
         results = manager.subset_hook_caller(kind.hook, others)() if kind.hook in implemented else [()]
-        if not results:
-            raise TypeError(f"{kind.hook} returned None; return a list of {kind.spec.__name__}")
-        if other := [type(found).__name__ for found in results if not isinstance(found, Iterable)]:
-            raise TypeError(f"{kind.hook} returned {other[0]}; return a list of {kind.spec.__name__}")
+        if wrong := ["None"] * (not results) + [type(x).__name__ for x in results if not isinstance(x, Iterable)]:
+            raise TypeError(f"{kind.hook} returned {wrong[0]}; return a list of {kind.spec.__name__}")
         for spec in itertools.chain.from_iterable(results):
             check_spec(kind, spec)
             if spec.name in offers[kind.key]:

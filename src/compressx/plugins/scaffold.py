@@ -25,7 +25,7 @@ KINDS: dict[str, tuple[Kind[Any], str]] = {
 """What it offers, and how a recipe names it."""
 
 
-def check_name(name: str) -> None:
+def check_plugin_name(name: str) -> None:
     """Refuse an invalid plugin name.
 
     Raises:
@@ -48,7 +48,7 @@ def new_plugin(name: str, parent: Path, kind: str = "pruner") -> Path:
         PluginError: an invalid name.
         ArtifactError: the folder exists already, or cannot be written.
     """
-    check_name(name)
+    check_plugin_name(name)
     folder = parent.expanduser() / f"compressx-{name}"
     if folder.exists():
         raise ArtifactError(f"{folder} exists already; choose another name or --folder, or remove it")

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import importlib.metadata
 import inspect
 import re
 import traceback
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
+
+import pluggy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -54,14 +57,10 @@ class OutOfMemoryError(CompressxError):
 
 
 class Mistakes:
-    """Errors that do not depend on each other, collected to be raised together.
+    """Errors that do not depend on each other, collected to be raised together."""
 
-    Args:
-        first: an error that was found before, or None.
-    """
-
-    def __init__(self, first: CompressxError | None = None) -> None:
-        self._found = [] if first is None else [first]
+    def __init__(self) -> None:
+        self._found: list[CompressxError] = []
 
     def __len__(self) -> int:
         """Return their number."""
@@ -102,10 +101,10 @@ def did_you_mean(value: str, valid: Iterable[str]) -> str:
     """
     names = sorted(set(valid))
     shown = one_line(", ".join(names[:12])) + (f" and {len(names) - 12} more" if len(names) > 12 else "")
-    return f"{nearest(value, names)}valid: {shown}" if names else ""
+    return f"{suggestion(value, names)}valid: {shown}" if names else ""
 
 
-def nearest(value: str, valid: Iterable[str], *, cutoff: float = 0.5) -> str:
+def suggestion(value: str, valid: Iterable[str], *, cutoff: float = 0.5) -> str:
     """Suggest the nearest valid name, as in `did you mean 'wanda'? `; return the empty string when none is close.
 
     Case is ignored; `cutoff` is the minimum similarity, from 0 to 1.
@@ -193,31 +192,41 @@ def blamed_on(plugin: str) -> Iterator[None]:
         if isinstance(error, RuntimeError) and "home directory" in str(error):
             raise  # which the command line explains
         # The first two frames are this one and the caller's.
-        frames = traceback.extract_tb(error.__traceback__)[2:]
-        own = own_frames(frames)
-        place = f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
-        raised = PluginError(f"{plugin}: {said_by(error)}{place}")
+        own = own_frames(traceback.extract_tb(error.__traceback__)[2:])
+        raised = PluginError(f"{plugin}: {said_by(error)}{place_of(own)}")
         raised.frames = own
         raise raised from error
 
 
-def own_frames(frames: Sequence[traceback.FrameSummary]) -> list[traceback.FrameSummary]:
+_BETWEEN = {Path(str(x.__file__)).parent for x in (importlib, importlib.metadata, pluggy)}
+"""Folders of the code between the host and a plugin's, which imports it and calls its hooks."""
+
+
+def own_frames(frames: Iterable[traceback.FrameSummary]) -> list[traceback.FrameSummary]:
     """Return the frames in the folder of the first, which is the plugin's."""
-    return [f for f in frames if Path(f.filename).is_relative_to(Path(frames[0].filename).parent)]
+    there = [f for f in frames if f.filename[0] != "<" and Path(f.filename).parent not in _BETWEEN]
+    return [f for f in there if Path(f.filename).is_relative_to(Path(there[0].filename).parent)]
+
+
+def place_of(frames: Sequence[traceback.FrameSummary]) -> str:
+    """Return file and line of the innermost frame, in brackets; nothing if there is none."""
+    return f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
 
 
 def said_by(error: BaseException) -> str:
     """Return an exception's class and message, with the attribute, variable or keyword that was probably meant."""
+    if isinstance(error, CompressxError):
+        return str(error)
     last = next(reversed([*traceback.walk_tb(error.__traceback__)]))[0]
     known, hint = {**last.f_globals, **last.f_locals}, ""
-    told = re.sub(r"\. Did you mean '\w+'\?$", "", str(error))  # which Python says of keywords since 3.13
+    message = re.sub(r"\. Did you mean '\w+'\?$", "", str(error))  # which Python says of keywords since 3.13
     if isinstance(error, AttributeError) and error.name:
-        hint = nearest(error.name, dir(error.obj))
+        hint = suggestion(error.name, dir(error.obj))
     elif isinstance(error, NameError) and error.name:
-        hint = nearest(error.name, known)
-    elif found := re.search(r"(\w+)(?:\.__init__)?\(\) got an unexpected keyword argument '(\w+)'$", told):
+        hint = suggestion(error.name, known)
+    elif found := re.search(r"(\w+)(?:\.__init__)?\(\) got an unexpected keyword argument '(\w+)'$", message):
         spaces = [known, *(vars(x) for x in known.values() if isinstance(x, ModuleType))]
         called = next((x[found[1]] for x in spaces if found[1] in x), None)
         with contextlib.suppress(TypeError, ValueError):  # nothing that has a signature
-            hint = nearest(found[2], inspect.signature(called).parameters)  # type: ignore[arg-type]
-    return f"{type(error).__name__}: {told}" + (f"; {hint.rstrip()}" if hint else "")
+            hint = suggestion(found[2], inspect.signature(called).parameters)  # type: ignore[arg-type]
+    return f"{type(error).__name__}: {message}" + (f"; {hint.rstrip()}" if hint else "")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 from pydantic import BaseModel
-from tests.compressx.plugins.conftest import Site, refusal
+from tests.compressx.plugins.conftest import Site, listed, refusal
 
 from compressx.api import hooks
 from compressx.cli import cli
@@ -70,6 +70,10 @@ def test_what_a_plugin_offers_of_another_kind_is_found_by_its_name(quantizing: S
         "no quantizer 'roh'; did you mean 'rho'? valid: entropy, rho; compressx plugins lists what is installed"
     )
     assert "did you mean" not in refusal(lambda: plugins.find(PRUNER, "rho"))
+    quantizing.toml(listed("entropy", "cx_bits"))
+    assert refusal(lambda: load_plugins(blocked=["entropy"]).find(QUANTIZER, "entropy")) == (
+        "no quantizer 'entropy': plugin 'entropy' (plugins.toml) is blocked; drop -p no:entropy"
+    )
 
 
 def test_what_is_offered_of_another_kind_is_checked_like_a_pruner(quantizing: Site) -> None:
@@ -94,19 +98,6 @@ def test_a_misspelt_hook_of_another_kind_is_refused(quantizing: Site) -> None:
     quantizing.module("cx_more", QUANTIZES.format(names=["x"]).replace("compressx_quantizers", "compressx_quantizer"))
     told = refusal(lambda: load_plugins(modules=["cx_more"]))
     assert "function 'compressx_quantizer' is not a hook; did you mean 'compressx_quantizers'?" in told
-
-
-def test_plugins_toml_declares_names_of_every_kind(quantizing: Site) -> None:
-    table = '[[plugin]]\nname = "bits"\nmodule = "cx_bits"\nquantizers = '
-    quantizing.toml(f'{table}["rho"]\n')
-    assert refusal(load_plugins) == (
-        "plugin 'bits' (plugins.toml:1) registers the quantizers rho, entropy, but plugins.toml declares rho"
-    )
-    quantizing.toml(f'{table}["rho", "entropy"]\npruners = []\n')
-    assert load_plugins().records[0].status == "loaded"
-    assert refusal(lambda: load_plugins(blocked=["bits"]).find(QUANTIZER, "rho")) == (
-        "no quantizer 'rho': plugin 'bits' (plugins.toml) is blocked; drop -p no:bits"
-    )
 
 
 def test_every_kind_is_shown_by_compressx_plugins(quantizing: Site) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import errno
-import sys
 
+import click
 import numpy as np
 import pytest
 import torch
+from click.testing import CliRunner
 
-from compressx.cli.common import errors_for_users
+from compressx.cli.common import Commands
 from compressx.runtime.errors import OutOfMemoryError, PluginError, blamed_on, memory_named
 
 MESSAGES = {
@@ -29,30 +30,13 @@ def test_what_did_not_fit_is_read_from_the_message(message):
         raise RuntimeError(message)
 
 
-def test_torch_and_numpy_that_are_asked_for_too_much_say_how_much():
-    with (
-        pytest.raises(OutOfMemoryError, match=rf"a block: {2**62} bytes did not fit in main memory"),
-        memory_named("a block"),
-    ):
-        torch.empty(2**60)
-    with (
-        pytest.raises(OutOfMemoryError, match=r"an array: 4\.00 EiB did not fit in main memory"),
-        memory_named("an array"),
-    ):
-        np.empty(2**62, dtype=np.uint8)
-
-
-def test_a_plugin_is_blamed_for_its_faults_and_not_for_memory_that_is_not_there():
-    with (
-        pytest.raises(OutOfMemoryError, match=r"^out of memory: pruner 'mine' failed on x: .* bytes did not fit"),
-        blamed_on("pruner 'mine' failed on x"),
-    ):
-        torch.empty(2**60)
-    with (
-        pytest.raises(PluginError, match=r"^pruner 'mine' failed on x: RuntimeError: shapes"),
-        blamed_on("pruner 'mine' failed on x"),
-    ):
-        raise RuntimeError("shapes")
+def test_torch_and_numpy_that_are_asked_for_too_much_say_how_much_and_no_plugin_is_blamed_for_it():
+    told = r"^out of memory: {}: {} did not fit in main memory"
+    for what, named in (("a block", memory_named), ("pruner 'mine' failed on x", blamed_on)):
+        with pytest.raises(OutOfMemoryError, match=told.format(what, f"{2**62} bytes")), named(what):
+            torch.empty(2**60)
+        with pytest.raises(OutOfMemoryError, match=told.format(what, r"4\.00 EiB")), named(what):
+            np.empty(2**62, dtype=np.uint8)
 
 
 class Scores:
@@ -74,35 +58,28 @@ def test_the_name_that_was_probably_meant_is_said(mistake, meant):
     assert [frame.name for frame in raised.value.frames] == ["<lambda>"]
 
 
-def test_a_plugin_that_ends_the_process_is_blamed_for_it():
+@pytest.mark.parametrize(
+    ("error", "said"), [(RuntimeError("shapes"), "RuntimeError: shapes"), (SystemExit(3), "SystemExit: 3")]
+)
+def test_a_plugin_is_blamed_for_what_it_raises_also_if_that_would_end_the_process(error, said):
     with (
-        pytest.raises(PluginError, match=r"^pruner 'mine' failed on x: SystemExit: 3"),
+        pytest.raises(PluginError, match=f"^pruner 'mine' failed on x: {said}"),
         blamed_on("pruner 'mine' failed on x"),
     ):
-        sys.exit(3)
+        raise error
 
 
-def test_results_that_a_full_disk_does_not_take_end_with_one_line_and_no_traceback(capsys):
-    @errors_for_users
-    def show() -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"),
+         "cannot write standard output: No space left on device; free some space there"),
+        (MemoryError(), "out of memory: what the command computes: what is needed did not fit in main memory"),
+    ],
+)  # fmt: skip
+def test_a_command_without_room_for_its_results_or_memory_ends_with_one_line_and_no_traceback(error, said):
+    def fail() -> None:
+        raise error
 
-    with pytest.raises(SystemExit) as ended:
-        show()
-    assert ended.value.code == 2
-    said = "error: cannot write standard output: No space left on device; free some space there\n"
-    assert capsys.readouterr().err == said
-
-
-def test_a_command_without_memory_ends_with_one_line_and_no_traceback(capsys):
-    @errors_for_users
-    def draw() -> None:
-        raise MemoryError
-
-    with pytest.raises(SystemExit) as ended:
-        draw()
-    assert ended.value.code == 2
-    assert (
-        capsys.readouterr().err
-        == "error: out of memory: what draw computes: what is needed did not fit in main memory\n"
-    )
+    done = CliRunner().invoke(Commands(commands=[click.Command("draw", callback=fail)]), ["draw"])
+    assert (done.exit_code, done.output) == (2, f"error: {said}\n")
