@@ -40,10 +40,10 @@ format: $(VENV)/.installed-dev
 planted: $(VENV)/.installed-dev
 	$(BIN)/python tests/planted/planted.py
 
-# Tests the oldest and the newest Python that this machine has of those that pyproject.toml names, and the versions of
-# transformers between which it allows any; not in CI. A new one, before its bound is raised:
+# Tests the oldest and the newest Python of pyproject.toml, which have to be in PATH, and the versions of transformers
+# between which it allows any; not in CI. A new one, before its bound is raised:
 #   make versions VERSIONS="transformers==5.24.0"
-VERSIONS ?= python transformers==5.16.0 transformers==5.23.0
+VERSIONS ?= python3.11 python3.14 transformers==5.16.0 transformers==5.23.0
 versions: $(VENV)/.installed-dev
 	$(BIN)/python tests/versions.py $(VERSIONS)
 

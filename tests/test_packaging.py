@@ -131,28 +131,6 @@ output: out
     assert "valid: alps, attnprune, dare, depth, magnitude" in gone.stderr
 
 
-def test_a_token_selector_by_pip_shortens_prompts_and_blocked_it_is_named(fresh, tmp_path):
-    checked = compressx(fresh, tmp_path, "plugins", "check", "my-tokens", "--architecture", "llama")
-    assert "4 checks passed, 0 failed" in checked.stdout, checked.stderr
-    program = """
-import sys, compressx
-from compressx.testing import tiny_model, tiny_tokens
-few = {"selector": "my-tokens", "keep": 10, "protect": {"last": 4}}
-plugins = compressx.load_plugins(blocked=sys.argv[1:])
-print([*compressx.select_tokens(tiny_model("llama"), tiny_tokens(), **few, plugins=plugins).input_ids.shape])
-"""
-    for blocked, told in (
-        ([], "[8, 10]\n"),
-        (["my-tokens"], "'my-tokens' (entry point) is blocked; drop -p no:my-tok"),
-    ):
-        command = [fresh / "python", "-c", program, *blocked]
-        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=120, check=False)
-        assert told in (done.stderr if blocked else done.stdout), done.stderr
-    refused = compressx(fresh, tmp_path, "-p", "no:my-tokens", "plugins", "check", "my-tokens")
-    assert refused.returncode == 2
-    assert "plugin 'my-tokens' (entry point) is blocked; drop -p no:my-tokens" in refused.stderr
-
-
 def test_the_example_is_short_and_its_own_tests_pass_as_do_those_of_new_plugins(fresh, generated, tmp_path):
     assert sum(len(p.read_text().splitlines()) for p in EXAMPLE.rglob("*.py")) < 100
     command = [fresh / "python", "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", tmp_path]
