@@ -13,14 +13,15 @@ from collections.abc import Sequence
 
 import click
 
-from compressx.cli.common import Host
-from compressx.cli.models import apply, bench, evaluate, export, generate, init, inspect, pack, unpack
+from compressx.cli import models, runs
+from compressx.cli.common import Commands, Host
 from compressx.cli.plugins import plugins
-from compressx.cli.runs import compare, plan, run, schema, sweep
 from compressx.runtime.code import __version__
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]}, epilog="Example: compressx init ./my-model")
+@click.group(
+    cls=Commands, context_settings={"help_option_names": ["-h", "--help"]}, epilog="Example: compressx init ./my-model"
+)
 @click.version_option(__version__, prog_name="compressx")
 @click.option(
     "--plugin",
@@ -40,22 +41,10 @@ def cli(context: click.Context, modules: tuple[str, ...], blocked: tuple[str, ..
 
 
 for _command in (
-    init,
-    run,
-    plan,
-    schema,
-    sweep,
-    compare,
-    evaluate,
-    bench,
-    generate,
-    apply,
-    inspect,
-    export,
-    pack,
-    unpack,
-    plugins,
-):
+    models.init_command, runs.run_command, runs.plan_command, runs.schema_command, runs.sweep_command,
+    runs.compare_command, models.eval_command, models.bench_command, models.generate_command, models.apply_command,
+    models.inspect_command, models.export_command, models.pack_command, models.unpack_command, plugins,
+):  # fmt: skip
     cli.add_command(_command)
 
 
@@ -87,6 +76,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if stream is None:  # closed, as by >&-: the next file that is opened would get its number, and what is printed
             os.open(os.devnull, os.O_RDWR)
         elif name != "stdin" and stream is getattr(sys, f"__{name}__"):
-            told = {"encoding": stream.encoding, "errors": "backslashreplace", "line_buffering": stream.line_buffering}
-            setattr(sys, name, _Standard(stream.buffer, **told))
+            settings = {
+                "encoding": stream.encoding,
+                "errors": "backslashreplace",
+                "line_buffering": stream.line_buffering,
+            }
+            setattr(sys, name, _Standard(stream.buffer, **settings))
     cli.main(args=None if arguments is None else list(arguments), prog_name="compressx")

@@ -6,36 +6,29 @@ import errno
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
 from threading import current_thread, main_thread
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
 from compressx.cli.launch import GO_ON, left_to_launcher
+from compressx.runtime.errors import CompressxError, memory_named, printable
 
 if TYPE_CHECKING:
     from compressx.plugins.manager import Plugins
-
-_Command = TypeVar("_Command", bound=Callable[..., None])
-
-
-_HOMELESS = "there is no such home folder as a path names with ~; write the path in full, or set HOME"
+    from compressx.report.section import Section
 
 
 class _Expanded(click.Path):
     """A path with `~` expanded, which a shell does not do after `--output=`."""
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        path = Path(str(super().convert(value, param, ctx)))
-        try:
-            return path.expanduser()
-        except RuntimeError:
-            self.fail(f"{path}: {_HOMELESS}", param, ctx)
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        return Path(str(super().convert(value, param, ctx))).expanduser()
 
 
 PATH = _Expanded(path_type=Path)
@@ -52,14 +45,12 @@ class Host:
         """Load the plugins, with a warning for each that fails."""
         from compressx.plugins.manager import load_plugins
 
-        if self.modules:  # unlike `python -m`, a console script does not import from the working directory
-            sys.path.insert(0, str(Path.cwd()))
         plugins = load_plugins(modules=self.modules, blocked=self.blocked)
         for record in plugins.records:
             if warn and record.status == "failed":
                 click.echo(
-                    f"warning: plugin {record.name!r} failed to load and is skipped: {record.error}; `required` in "
-                    "plugins.toml makes that an error, and -p no:NAME skips it silently",
+                    f"warning: plugin {record.name!r} failed to load and is skipped: {record.error}; -p no:NAME skips "
+                    "it silently",
                     err=True,
                 )
         return plugins
@@ -96,45 +87,59 @@ def terminated_by_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def errors_for_users(command: _Command) -> _Command:
+@contextmanager
+def errors_for_users(context: click.Context) -> Iterator[None]:
     """Print a `CompressxError` as one message and exit with 2; other exceptions show their traceback.
 
     Ctrl-C exits with 130 and SIGTERM with 143, with a hint how to continue.
     """
+    try:
+        with memory_named("what the command computes"):
+            yield
+    except CompressxError as error:
+        said = "" if left_to_launcher(str(error)) else printable(str(error))
+    except RuntimeError as error:
+        if "home directory" not in str(error):  # of Path.expanduser
+            raise
+        said = "there is no such home folder as a path names with ~; write the path in full, or set HOME"
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        where = error.filename or "standard output"  # files that are written have a message of their own
+        said = f"cannot write {where}: {error.strerror}; free some space there"
+    except KeyboardInterrupt as stopped:
+        word, status = ("terminated", 143) if isinstance(stopped, Terminated) else ("interrupted", 130)
+        if (notes := getattr(stopped, "__notes__", None)) is not None:  # of `noted`
+            kept, go_on = " and ".join(filter(None, reversed(notes))), GO_ON[str(context.invoked_subcommand)]
+            word += f"; kept: {kept}; {go_on}" if kept else "; nothing was finished, nothing is kept"
+        if is_first():
+            click.echo(word, err=True)
+        sys.exit(status)
+    else:
+        return
+    if said:
+        click.echo(f"error: {said}", err=True)
+    sys.exit(2)
 
-    @wraps(command)
-    @terminated_by_sigterm()
-    def wrapped(*args: Any, **kwargs: Any) -> None:
-        from compressx.runtime.errors import CompressxError, memory_named, printable
 
-        try:
-            with memory_named(f"what {command.__name__} computes"):
-                command(*args, **kwargs)
-        except CompressxError as error:
-            if not left_to_launcher(str(error)):
-                click.echo(f"error: {printable(str(error))}", err=True)
-            sys.exit(2)
-        except RuntimeError as error:
-            if "home directory" not in str(error):  # of Path.expanduser
-                raise
-            click.echo(f"error: {_HOMELESS}", err=True)
-            sys.exit(2)
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise
-            where = error.filename or "standard output"  # files that are written have a message of their own
-            click.echo(f"error: cannot write {where}: {error.strerror}; free some space there", err=True)
-            sys.exit(2)
-        except KeyboardInterrupt as stopped:
-            word, status = ("terminated", 143) if isinstance(stopped, Terminated) else ("interrupted", 130)
-            if (notes := getattr(stopped, "__notes__", None)) is not None:  # of `noted`
-                kept, go_on = " and ".join(filter(None, reversed(notes))), GO_ON[command.__name__]
-                word += f"; kept: {kept}; {go_on}" if kept else "; nothing was finished, nothing is kept"
-            if is_first():
-                click.echo(word, err=True)
-            sys.exit(status)
+class Commands(click.Group):
+    """Commands whose errors are printed in one line."""
 
-    return wrapped  # type: ignore[return-value]
+    def invoke(self, ctx: click.Context) -> Any:
+        """Read the arguments of a command and run it."""
+        with terminated_by_sigterm(), errors_for_users(ctx):
+            return super().invoke(ctx)
+
+
+def show_or_json(plain: object, sections: Iterable[Section], *, as_json: bool) -> None:
+    """Print what a command found on standard output, as JSON or as sections."""
+    from compressx.cli import terminal
+    from compressx.runtime.files import json_text
+
+    if as_json:
+        click.echo(json_text(plain, indent=1))
+    else:
+        terminal.show(*sections)
 
 
 def plugin_names(_context: click.Context, _param: click.Parameter, incomplete: str) -> list[str]:
@@ -145,24 +150,12 @@ def plugin_names(_context: click.Context, _param: click.Parameter, incomplete: s
 
 
 set_option = click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE",
-                    help="Override a recipe value, such as calibration.samples=8; may be repeated.")  # fmt: skip
-
-
-def _existing(context: click.Context, _: click.Parameter, device: str) -> str:
-    """Refuse a device that this machine lacks, before anything is read."""
-    from compressx.models.access import device_for
-    from compressx.runtime.errors import CompressxError
-
-    try:
-        device_for(device)
-    except CompressxError as error:
-        click.echo(f"error: {error}", err=True)
-        context.exit(2)
-    return device
-
-
+                          help="Override a recipe value, such as calibration.samples=8; may be repeated.")  # fmt: skip
+options_option = click.option("--set", "options", multiple=True, metavar="OPTION=VALUE",
+                              help="An option of what is named; may be repeated.")  # fmt: skip
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 device_option = click.option(
-    "--device", default="auto", show_default=True, callback=_existing,
+    "--device", default="auto", show_default=True,
     help="auto (CUDA if available), cpu, cuda, or one GPU, such as cuda:1.",
 )  # fmt: skip
 trust_option = click.option(
@@ -180,6 +173,21 @@ dtype_option = click.option(
 )
 
 
-def model_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options that say how a model is loaded."""
-    return dtype_option(base_option(revision_option(trust_option(command))))
+def takes_model(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command the argument MODEL and the options that say how it is loaded; it is called with a `source`."""
+
+    @click.argument("model")
+    @trust_option
+    @revision_option
+    @base_option
+    @dtype_option
+    @wraps(command)
+    def wrapped(
+        *args: Any, model: str, dtype: str, base: str | None, revision: str | None, trust_remote_code: bool, **more: Any
+    ) -> None:
+        from compressx.evaluation.saved import source_of
+
+        source = source_of(model, dtype=dtype, base=base, revision=revision, trust_remote_code=trust_remote_code)
+        command(*args, source=source, **more)
+
+    return wrapped

@@ -25,39 +25,22 @@ _RUN_ID = "compressx-"
 """How the launch's number begins, by which a process knows that it was started here."""
 
 
-class _Processes(click.ParamType):  # type: ignore[type-arg] # generic in newer versions of click
-    """A number of processes, or `all`."""
-
-    name = "processes"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
-        """Return a number, or `all`."""
-        if value == "all":
-            return "all"
-        if isinstance(value, int):  # the default
-            return value
-        if not (value.isdecimal() and int(value) > 0):
-            self.fail(f"{value!r} is no number of processes; expected 1, 2, ... or all, one for each GPU", param, ctx)
-        return int(value)
-
-
 def in_processes(command: _Command) -> _Command:
     """Give a command the option `--processes`, and start it in so many processes."""
+    left = f"what was finished is kept, and {GO_ON[command.__name__.removesuffix('_command')]}"
 
     @click.option(
         "--processes",
-        type=_Processes(),
-        default=1,
+        default="1",
         metavar="N|all",
         help="Share the work among N processes of this machine, or among one for each GPU; 1 by default.",
     )
     @wraps(command)
-    def wrapped(*args: Any, processes: int | str, **kwargs: Any) -> None:
-        if processes == 1 or _is_launched():
+    def wrapped(*args: Any, processes: str, **kwargs: Any) -> None:
+        if _is_launched() or (number := _number(processes, kwargs["device"])) == 1:
             command(*args, **kwargs)
         else:
-            told = f"what was finished is kept, and {GO_ON[command.__name__]}"
-            sys.exit(launch(_number(processes, kwargs["device"]), told))
+            sys.exit(launch(number, left))
 
     return wrapped  # type: ignore[return-value]
 
@@ -70,8 +53,8 @@ def left_to_launcher(message: str) -> bool:
     """
     if not _is_launched():
         return False
-    told = {"message": message, "timestamp": int(time.time())}
-    Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps(told), encoding="utf-8")
+    report = {"message": message, "timestamp": int(time.time())}
+    Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps(report), encoding="utf-8")
     return True
 
 
@@ -79,24 +62,27 @@ def _is_launched() -> bool:
     return os.environ.get("TORCHELASTIC_RUN_ID", "").startswith(_RUN_ID)
 
 
-def _number(processes: int | str, device: str) -> int:
+def _number(processes: str, device: str) -> int:
     """Return the number of processes.
 
     Raises:
-        click.UsageError: there are fewer GPUs, or `torchrun` has started processes already.
+        click.UsageError: it is none, there are fewer GPUs, or `torchrun` has started processes already.
     """
+    if processes == "1":
+        return 1
     import torch
 
-    if "RANK" in os.environ:
-        raise click.UsageError("--processes and torchrun exclude each other; torchrun --nproc-per-node says how many")
     gpus = torch.cuda.device_count() if torch.cuda.is_available() and device != "cpu" else 0
-    if processes == "all" and not gpus:
-        raise click.UsageError("--processes all starts one for each GPU, and there is none to use; give a number")
-    number = gpus if processes == "all" else int(processes)
-    if number > 1 and ":" in device:
-        raise click.UsageError(f"--device {device} is one GPU, and every process needs its own; use --device cuda")
-    if gpus and number > gpus:
-        raise click.UsageError(f"--processes {number}: every process needs its own GPU, and there are {gpus}")
+    number = gpus if processes == "all" else int(processes) if processes.isdecimal() else 0
+    for wrong, fault in (
+        ("RANK" in os.environ, "torchrun excludes it, whose --nproc-per-node says how many"),
+        (number < 1 and processes == "all", "all starts one for each GPU, and there is none to use; give a number"),
+        (number < 1, f"{processes!r} is no number of processes; expected 1, 2, ... or all, one for each GPU"),
+        (number > 1 and ":" in device, f"--device {device} is one GPU, and every process needs its own; use cuda"),
+        (0 < gpus < number, f"{number}: every process needs its own GPU, and there are {gpus}"),
+    ):
+        if wrong:
+            raise click.UsageError(f"--processes: {fault}")
     return number
 
 

@@ -7,6 +7,7 @@ import json
 import shlex
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,10 +19,12 @@ from compressx.cli.common import (
     base_option,
     device_option,
     dtype_option,
-    errors_for_users,
-    model_options,
+    json_option,
+    options_option,
     plugin_names,
     revision_option,
+    show_or_json,
+    takes_model,
     trust_option,
 )
 from compressx.runtime.files import json_text
@@ -33,7 +36,6 @@ if TYPE_CHECKING:
 
 
 @click.command("eval", epilog="Example: compressx eval runs/one --tasks hellaswag,arc_easy --limit 100")
-@click.argument("model")
 @click.option("--masks", type=PATH, help="Masks to apply to the model first.")
 @click.option("--recipe", type=PATH, help="Use this recipe's evaluate section.")
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE",
@@ -42,14 +44,13 @@ if TYPE_CHECKING:
 @click.option("--tasks", metavar="TASK,TASK", help="Tasks of lm-evaluation-harness: names, or paths of YAML files.")
 @click.option("--limit", help="Documents per task.")
 @click.option("--trust-task-code", is_flag=True, default=None, help="Run tasks that are files, which can run code.")
-@model_options
 @device_option
-@click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")
+@json_option
 @click.pass_obj
-@errors_for_users
-def evaluate(
-    host: Host, /, model: str, masks: Path | None, recipe: Path | None, overrides: tuple[str, ...], dtype: str,
-    base: str | None, revision: str | None, trust_remote_code: bool, device: str, as_json: bool, **lm_eval: Any,
+@takes_model
+def eval_command(
+    host: Host, source: ModelSource, masks: Path | None, recipe: Path | None, overrides: tuple[str, ...],
+    device: str, as_json: bool, **lm_eval: Any,
 ) -> None:  # fmt: skip
     """Measure MODEL: an output folder, a model folder, a .gguf file or a hub id.
 
@@ -57,7 +58,7 @@ def evaluate(
     short for --set evaluate.lm_eval.KEY=VALUE.
     """
     from compressx.cli import tables, terminal
-    from compressx.evaluation.saved import evaluate_saved, evaluate_section, source_of
+    from compressx.evaluation.saved import evaluate_saved, evaluate_section
     from compressx.prompts.selection import SelectorSettings
     from compressx.recipe.schema import load_recipe
 
@@ -68,102 +69,87 @@ def evaluate(
     plugins = host.plugins()
     settings, select = evaluate_section(recipe, asked, plugins, perplexity="tasks" not in given)
     selecting = None if select is None else SelectorSettings(select, plugins)
-    trusted = trust_remote_code or (recipe is not None and load_recipe(recipe, asked).recipe.model.trust_remote_code)
-    source = source_of(model, dtype=dtype, revision=revision, trust_remote_code=trusted, base=base)
+    if recipe is not None and load_recipe(recipe, asked).recipe.model.trust_remote_code:
+        source = source.model_copy(update={"trust_remote_code": True})
     with terminal.progress(quiet=as_json) as tell:
         figures = evaluate_saved(
             source, settings, plugins, masks=masks, selecting=selecting, device=device,
             progress=lambda done, total: tell("evaluate", done, total, ""),
         )  # fmt: skip
-    if as_json:
-        click.echo(json_text(figures, indent=1))
-    else:
-        terminal.show(*tables.of_figures(figures))
+    show_or_json(figures, tables.of_figures(figures), as_json=as_json)
 
 
-@click.command(epilog="Example: compressx init ./my-model --output recipe.yaml")
-@click.argument("model")
+@click.command("init", epilog="Example: compressx init ./my-model --output recipe.yaml")
 @click.option("-o", "--output", type=PATH, help="New file to write it to; by default it is printed.")
 @click.option("--pruner", default="sparsegpt", show_default=True, shell_complete=plugin_names,
               help="Pruner of the first rule.")  # fmt: skip
-@model_options
 @click.pass_obj
-@errors_for_users
-def init(host: Host, /, model: str, output: Path | None, pruner: str, **found: Any) -> None:
+@takes_model
+def init_command(host: Host, source: ModelSource, output: Path | None, pruner: str) -> None:
     """Write a recipe for MODEL, with its linears, their sizes and the pruners that take them as comments.
 
     MODEL is a model folder, a .gguf file, a hub id or an output folder. Its config is read, but no weights.
     """
     from compressx.cli.tables import full_size
-    from compressx.evaluation.saved import source_of
     from compressx.models.checkpoint import find_checkpoint
     from compressx.models.loading import load_skeleton
     from compressx.planning.draft import draft
     from compressx.recipe.schema import load_recipe
     from compressx.runtime.errors import ArtifactError
-    from compressx.runtime.files import os_errors_named
+    from compressx.runtime.files import atomic_write
 
     if output is not None and output.exists():
         raise ArtifactError(f"{output} exists and is not overwritten; name a new file after --output")
-    source = source_of(model, **found)
     plugins = host.plugins()
-    text = draft(source, model, load_skeleton(find_checkpoint(source)), plugins, pruner)
+    text = draft(source, str(source.path or source.id), load_skeleton(find_checkpoint(source)), plugins, pruner)
     if output is None:
         click.echo(text, nl=False)
         return
-    with os_errors_named("write", output), output.open("x", encoding="utf-8") as file:
-        file.write(text)
+    atomic_write(output, text.encode())
     click.echo(f"written to {output}; next: compressx plan {shlex.quote(str(output))}")
-    if told := full_size(load_recipe(output).recipe, plugins):
-        click.echo(f"its run's {told}")
+    if advice := full_size(load_recipe(output).recipe, plugins):
+        click.echo(f"its run's {advice}")
 
 
-@click.command(epilog="Example: compressx apply runs/one/masks.safetensors ./tuned --output masked")
+@click.command("apply", epilog="Example: compressx apply runs/one/masks.safetensors ./tuned --output masked")
 @click.argument("masks", type=PATH)
-@click.argument("model")
 @click.option("-o", "--output", type=PATH, required=True, help="Folder to write the masked model to.")
 @click.option("--original", is_flag=True, help="Require the weights that were pruned, byte for byte.")
-@model_options
-@errors_for_users
-def apply(masks: Path, model: str, output: Path, original: bool, **found: Any) -> None:
+@takes_model
+def apply_command(masks: Path, source: ModelSource, output: Path, original: bool) -> None:
     """Apply saved MASKS to MODEL, any checkpoint with the same shapes, and save it."""
     from compressx.cli import tables, terminal
-    from compressx.evaluation.saved import apply_masks, source_of
+    from compressx.evaluation.saved import apply_masks
 
-    applied = apply_masks(masks, source_of(model, **found), output, original=original)
-    terminal.show(*tables.of_applied(applied, output))
+    terminal.show(*tables.of_applied(apply_masks(masks, source, output, original=original), output))
 
 
-@click.command(epilog="Example: compressx inspect runs/one --json")
+@click.command("inspect", epilog="Example: compressx inspect runs/one --json")
 @click.argument("model")
 @click.option("--masks", type=PATH, help="Masks to compare with; by default those beside the model.")
 @click.option("--base", metavar="MODEL", help="Model that it was tuned from: show what differs.")
 @revision_option
 @trust_option
-@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
-@errors_for_users
-def inspect(
+@json_option
+def inspect_command(
     model: str, masks: Path | None, base: str | None, revision: str | None, trust_remote_code: bool, as_json: bool
 ) -> None:  # fmt: skip
     """Count the zeros of MODEL, layer by layer: sparsity, pattern, whether 2:4 holds."""
     from compressx.cli import tables, terminal
     from compressx.evaluation.saved import source_of
-    from compressx.masks.inspect import inspect as look
+    from compressx.masks.inspect import inspect
     from compressx.models.packed_folder import needs_base
 
     needed = base if needs_base(model) else None  # a packed fine-tune also needs it to be read
     source = source_of(model, revision=revision, trust_remote_code=trust_remote_code, base=needed)
     other = None if base is None else source_of(base, trust_remote_code=trust_remote_code)
     with terminal.under_way() as tell:
-        found = look(source, masks, base=other, progress=tell)
-    if as_json:
-        click.echo(json_text(found.to_dict(), indent=1))
-    else:
-        terminal.show(*tables.of_inspection(found), *(tables.of_packed(found.packed) if found.packed else ()))
+        found = inspect(source, masks, base=other, progress=tell)
+    sections = [*tables.of_inspection(found), *(tables.of_packed(found.packed) if found.packed else ())]
+    show_or_json(found.to_dict(), sections, as_json=as_json)
 
 
-@click.command(epilog='Example: compressx generate runs/one --prompt-file report.txt --question "Who signed it?"')
-@click.argument("model")
+@click.command("generate", epilog='Example: compressx generate runs/one --prompt-file report.txt --question "Who?"')
 @click.option("--prompt-file", type=PATH, help="File with the prompt, a long text; - reads standard input.")
 @click.option("--prompt", help="The prompt itself.")
 @click.option("--question", default="", help="Question after the prompt, of which every token is read.")
@@ -171,21 +157,18 @@ def inspect(
               help="Token selector; by default that of the run MODEL, else retrieval-heads.")  # fmt: skip
 @click.option("--keep", metavar="N|FRACTION",
               help="Tokens of the prompt to read; by default that of the run MODEL, else 0.125.")  # fmt: skip
-@click.option(
-    "--set", "options", multiple=True, metavar="OPTION=VALUE", help="An option of the selector; may be repeated."
-)
+@options_option
 @click.option("--full", is_flag=True, help="Read the whole prompt.")
-@click.option("--max-new-tokens", type=int, default=50, show_default=True, help="Tokens to write at most.")
+@click.option("--max-new-tokens", type=click.IntRange(1), default=50, show_default=True,
+              help="Tokens to write at most.")  # fmt: skip
 @click.option("--show-kept", is_flag=True, help="Also print what was read, on standard error.")
-@model_options
 @device_option
-@click.option("--json", "as_json", is_flag=True, help="Print the answer and what it took as JSON.")
+@json_option
 @click.pass_obj
-@errors_for_users
-def generate(
-    host: Host, /, model: str, prompt_file: Path | None, prompt: str | None, question: str, full: bool,
-    max_new_tokens: int, show_kept: bool, dtype: str, base: str | None, revision: str | None, trust_remote_code: bool,
-    device: str, as_json: bool, **selection: Any,
+@takes_model
+def generate_command(
+    host: Host, source: ModelSource, prompt_file: Path | None, prompt: str | None, question: str,
+    max_new_tokens: int, show_kept: bool, device: str, as_json: bool, **selection: Any,
 ) -> None:  # fmt: skip
     """Let MODEL answer a long prompt of which it reads the selected tokens only, the likeliest token each time.
 
@@ -194,15 +177,10 @@ def generate(
     attention what the model reads.
     """
     from compressx.cli import tables, terminal
-    from compressx.evaluation.saved import source_of
     from compressx.prompts.answer import answer_saved
-    from compressx.runtime.errors import RecipeError
 
-    if max_new_tokens < 1:
-        raise RecipeError(f"--max-new-tokens {max_new_tokens}: expected at least 1")
     text = _prompt(prompt_file, prompt)
-    source = source_of(model, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code, base=base)
-    selecting = _selecting(host, source, selection, full=full)
+    selecting = _selecting(host, source, **selection)
     with terminal.under_way() as tell:
         answer = answer_saved(source, text, question, max_new_tokens, selecting=selecting, device=device, progress=tell)
     settings = None if selecting is None else selecting.settings
@@ -221,43 +199,34 @@ def _prompt(file: Path | None, prompt: str | None) -> str:
     from compressx.data.documents import read_text
     from compressx.runtime.errors import RecipeError
 
-    if file is None and prompt is None:
-        raise RecipeError("expected --prompt-file or --prompt")
-    if file is not None and prompt is not None:
-        raise RecipeError("--prompt-file and --prompt exclude each other; leave out one")
-    if file is None:
-        name, text = "--prompt", prompt or ""
-    elif file == Path("-"):
-        name = "--prompt-file -: standard input"
-        try:
-            text = sys.stdin.read()
-        except UnicodeDecodeError as error:
-            raise RecipeError(f"{name} is not UTF-8 ({error.reason})") from error
-    else:
-        name, text = f"--prompt-file {file}", read_text(file)
+    if (file is None) == (prompt is None):
+        raise RecipeError("expected one of --prompt-file and --prompt")
+    name = "--prompt" if file is None else f"--prompt-file {file}"
+    try:
+        text = prompt or "" if file is None else sys.stdin.read() if file == Path("-") else read_text(file)
+    except UnicodeDecodeError as error:
+        raise RecipeError(f"{name}: standard input is not UTF-8 ({error.reason})") from error
     if not text.strip():
         raise RecipeError(f"{name} is empty; expected a text")
     return text
 
 
-def _selecting(host: Host, source: ModelSource, given: dict[str, Any], *, full: bool) -> SelectorSettings | None:
+def _selecting(
+    host: Host, source: ModelSource, *, selector: str | None, keep: str | None, options: Sequence[str], full: bool
+) -> SelectorSettings | None:
     """Return how the prompt is shortened: as the run says, with what the options change."""
     from compressx.prompts.selection import SelectorSettings, changed_selection, saved_selection
     from compressx.recipe.document import assignments, read_plain
     from compressx.runtime.errors import RecipeError
 
-    changes: dict[str, Any] = {}
-    if given["selector"] is not None:
-        changes["selector"] = given["selector"]
-    if given["keep"] is not None:
-        changes["keep"] = read_plain(given["keep"])
-    if given["options"]:
-        changes["options"] = assignments(given["options"])
+    changes: dict[str, Any] = {} if selector is None else {"selector": selector}
+    if keep is not None:
+        changes["keep"] = read_plain(keep)
+    if options:
+        changes["options"] = assignments(options)
+    if full and changes:
+        raise RecipeError("--full reads the whole prompt; leave out --selector, --keep and --set")
     if full:
-        if changes:
-            key = next(iter(changes))
-            option = next(iter(changes["options"]), "") if key == "options" else ""
-            raise RecipeError(f"--full reads the whole prompt; leave out {_flag(key, option)}".rstrip())
         return None
     selecting = SelectorSettings(changed_selection(saved_selection(source), changes, _flag), host.plugins())
     selecting.spec(lambda *loc: _flag("options", *loc))
@@ -272,7 +241,7 @@ def _flag(*loc: object) -> str:
     return f"--{key}"
 
 
-@click.command(epilog="Example: compressx bench ./my-model runs/one --rounds 7 --threads 2")
+@click.command("bench", epilog="Example: compressx bench ./my-model runs/one --rounds 7 --threads 2")
 @click.argument("models", nargs=-1, required=True, metavar="MODEL...")
 @click.option("--prompt-tokens", "prompt", type=click.IntRange(1), default=512, show_default=True,
               help="Of the prompt.")  # fmt: skip
@@ -284,9 +253,8 @@ def _flag(*loc: object) -> str:
 @dtype_option
 @trust_option
 @device_option
-@click.option("--json", "as_json", is_flag=True, help="Print what was measured as JSON.")
-@errors_for_users
-def bench(models: tuple[str, ...], dtype: str, trust_remote_code: bool, as_json: bool, **asked: Any) -> None:
+@json_option
+def bench_command(models: tuple[str, ...], dtype: str, trust_remote_code: bool, as_json: bool, **asked: Any) -> None:
     """Time each MODEL reading a prompt (prefill) and writing after it (decode), in turn, round by round.
 
     MODEL is an output folder, a model folder, a hub id, or a .gguf file, which llama.cpp runs; give the dense model
@@ -299,34 +267,27 @@ def bench(models: tuple[str, ...], dtype: str, trust_remote_code: bool, as_json:
     sources = [source_of(model, dtype=dtype, trust_remote_code=trust_remote_code) for model in models]
     with terminal.under_way() as tell:
         speeds = time_in_turn(sources, **asked, progress=tell)
-    if as_json:
-        click.echo(json_text(speeds.to_dict(), indent=1))
-    else:
-        terminal.show(*speeds.sections())
+    show_or_json(speeds.to_dict(), speeds.sections(), as_json=as_json)
 
 
-@click.command(epilog="Example: compressx export runs/one --like recipe.yaml --type Q8_0 -o one.gguf")
-@click.argument("model")
+@click.command("export", epilog="Example: compressx export runs/one --like recipe.yaml --type Q8_0 -o one.gguf")
 @click.option("--format", "name", default="gguf", show_default=True, shell_complete=plugin_names, help="Exporter.")
 @click.option("-o", "--output", type=PATH, required=True, help="New file to write, or folder, as the format has it.")
 @click.option("--type", "kind", help="Of a GGUF file's matrices: F16, BF16, Q8_0, Q5_0, Q5_1, Q4_0 or Q4_1.")
 @click.option("--like", help="GGUF file of the dense model, for metadata and tokenizer, or the recipe that prunes it.")
-@click.option(
-    "--set", "options", multiple=True, metavar="OPTION=VALUE", help="An option of the format; may be repeated."
-)
-@model_options
+@options_option
 @click.pass_obj
-@errors_for_users
-def export(
-    host: Host, /, model: str, name: str, output: Path, kind: str | None, like: str | None, options: tuple[str, ...],
-    **found: Any,
+@takes_model
+def export_command(
+    host: Host, source: ModelSource, name: str, output: Path, kind: str | None, like: str | None,
+    options: tuple[str, ...],
 ) -> None:  # fmt: skip
     """Write MODEL, an output folder, a model folder, a .gguf file or a hub id, in another format.
 
     --type and --like are short for --set type=VALUE and --set like=FILE.
     """
     from compressx.cli import terminal
-    from compressx.evaluation.saved import export_saved, gguf_of, source_of
+    from compressx.evaluation.saved import export_saved, gguf_of
     from compressx.recipe.document import assignments
 
     if like is not None and Path(like).suffix in {".yaml", ".yml"}:
@@ -336,19 +297,18 @@ def export(
     begin = time.perf_counter()
     with terminal.under_way() as tell:
         tell(f"write {output}")
-        size, told = export_saved(source_of(model, **found), name, given, output, host.plugins())
-    said = f": {told}" if told else ""
+        size, note = export_saved(source, name, given, output, host.plugins())
+    said = f": {note}" if note else ""
     click.echo(f"written to {output}, {size / 1e6:.4g} MB, in {time.perf_counter() - begin:.1f} s{said}")
 
 
-@click.command(epilog="Example: compressx pack runs/one")
+@click.command("pack", epilog="Example: compressx pack runs/one")
 @click.argument("model", type=PATH)
 @click.option("-o", "--output", type=PATH, help="New folder to write; by default MODEL-packed.")
 @click.option("--base", metavar="MODEL",
               help="Store only what differs from this model, a folder or hub id; unpacking needs it.")  # fmt: skip
-@click.option("--json", "as_json", is_flag=True, help="Print the sizes as JSON.")
-@errors_for_users
-def pack(model: Path, output: Path | None, base: str | None, as_json: bool) -> None:
+@json_option
+def pack_command(model: Path, output: Path | None, base: str | None, as_json: bool) -> None:
     """Write MODEL, an output folder or a model's folder, without its zeros, or without what a base model has, too.
 
     Nothing is lost: compressx unpack restores every byte, and compressx reads packed folders like others.
@@ -367,13 +327,12 @@ def pack(model: Path, output: Path | None, base: str | None, as_json: bool) -> N
     _show(sizes, output, time.perf_counter() - begin, as_json=as_json)
 
 
-@click.command(epilog="Example: compressx unpack runs/one-packed")
+@click.command("unpack", epilog="Example: compressx unpack runs/one-packed")
 @click.argument("folder", type=PATH)
 @click.option("-o", "--output", type=PATH, help="New folder to write; by default FOLDER-unpacked.")
 @base_option
-@click.option("--json", "as_json", is_flag=True, help="Print the sizes as JSON.")
-@errors_for_users
-def unpack(folder: Path, output: Path | None, base: str | None, as_json: bool) -> None:
+@json_option
+def unpack_command(folder: Path, output: Path | None, base: str | None, as_json: bool) -> None:
     """Restore what compressx pack wrote to FOLDER, byte for byte; every tensor's sha256 is checked."""
     from compressx.cli import terminal
     from compressx.models.checkpoint import find_base, find_local
@@ -393,10 +352,9 @@ def _beside(folder: Path, ending: str) -> Path:
 
 
 def _show(sizes: Sizes, output: Path, seconds: float, *, as_json: bool) -> None:
-    from compressx.cli import tables, terminal
+    from compressx.cli import tables
     from compressx.report.section import Section
 
-    if as_json:
-        click.echo(json_text({"output": str(output), "seconds": seconds, **sizes.to_dict()}, indent=1))
-        return
-    terminal.show(*tables.of_packed(sizes), Section(note=f"written to {output} in {seconds:.1f} s"))
+    plain = {"output": str(output), "seconds": seconds, **sizes.to_dict()}
+    sections = [*tables.of_packed(sizes), Section(note=f"written to {output} in {seconds:.1f} s")]
+    show_or_json(plain, sections, as_json=as_json)

@@ -7,29 +7,35 @@ from pathlib import Path
 
 import click
 
-from compressx.cli.common import PATH, Host, device_option, errors_for_users, is_first, set_option
+from compressx.cli.common import (
+    PATH,
+    Host,
+    device_option,
+    is_first,
+    json_option,
+    set_option,
+    show_or_json,
+)
 from compressx.cli.launch import in_processes
-from compressx.runtime.files import json_text
 
 replace_option = click.option(
     "--replace", is_flag=True, help="Replace another recipe's finished run in the output, and your own files there."
 )
 
 
-@click.command(epilog="Example: compressx run recipe.yaml --set calibration.samples=8")
+@click.command("run", epilog="Example: compressx run recipe.yaml --set calibration.samples=8")
 @click.argument("recipe", type=PATH)
 @set_option
 @device_option
 @click.option("--resume", is_flag=True, help="Continue an interrupted run after its last block or checkpoint.")
 @click.option("--restart", is_flag=True, help="Discard an interrupted run and start over.")
 @replace_option
-@click.option("-v", "--verbose", is_flag=True, help="Print what each rule takes, and each layer's figures and curves.")
+@click.option("-v", "--verbose", is_flag=True, help="Also print the figures of each layer.")
 @click.option("-q", "--quiet", is_flag=True, help="Print nothing but errors and warnings.")
 @click.option("--log-file", type=PATH, help="Also append the log to this file; the output has it as run.log.")
 @click.pass_obj
-@errors_for_users
 @in_processes
-def run(
+def run_command(
     host: Host, recipe: Path, overrides: tuple[str, ...], device: str, resume: bool, restart: bool, replace: bool,
     verbose: bool, quiet: bool, log_file: Path | None,
 ) -> None:  # fmt: skip
@@ -40,41 +46,39 @@ def run(
     if resume and restart:
         raise click.UsageError("--resume and --restart exclude each other; give one of them")
     from compressx.cli import tables, terminal
-    from compressx.pipeline.run import loaded_recipe
-    from compressx.pipeline.run import run as run_recipe
+    from compressx.pipeline.run import loaded_recipe, run
     from compressx.pipeline.stages import sections
 
     plugins = host.plugins()
     loaded = loaded_recipe(recipe, overrides, plugins)
     quiet = quiet or not is_first()
     with terminal.progress(quiet=quiet, verbose=verbose) as tell:
-        report = run_recipe(
+        report = run(
             loaded, plugins=plugins, progress=tell, device=device,
             resume=resume, restart=restart, replace=replace, log_file=log_file, started=started,
         )  # fmt: skip
     if not quiet:
         terminal.show(*sections(report))
-        if report.layers and (told := tables.full_size(loaded.recipe, plugins)):
-            click.echo(told)
+        if report.layers and (advice := tables.full_size(loaded.recipe, plugins)):
+            click.echo(advice)
         click.echo(f"written to {loaded.recipe.output}")
 
 
-@click.command(epilog="Example: compressx plan recipe.yaml --all")
+@click.command("plan", epilog="Example: compressx plan recipe.yaml --all")
 @click.argument("recipe", type=PATH)
 @set_option
 @click.option("--all", "every", is_flag=True, help="Print a line for every linear; by default equal ones share one.")
-@click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
+@json_option
 @click.option("--time", "timed", is_flag=True, help="Load the model, prune one block, and say how long a run takes.")
 @replace_option
 @device_option
 @click.pass_obj
-@errors_for_users
-def plan(
+def plan_command(
     host: Host, recipe: Path, overrides: tuple[str, ...], every: bool, as_json: bool, timed: bool, replace: bool,
     device: str,
 ) -> None:  # fmt: skip
     """Check RECIPE and show what would happen to every linear, and what memory and disk a run needs."""
-    from compressx.cli import tables, terminal
+    from compressx.cli import tables
     from compressx.models.access import device_for
     from compressx.pipeline.run import loaded_recipe
     from compressx.pipeline.sizes import disk_bytes, memory_bytes
@@ -89,35 +93,32 @@ def plan(
     sizes = {"memory_bytes": memory_bytes(state), "disk_bytes": disk_bytes(state, state.plan)}
     measured = None
     if timed:
+        from compressx.cli.terminal import progress
         from compressx.pipeline.timed import time_run
 
-        with terminal.progress() as tell:
+        with progress() as tell:
             measured = time_run(state, tell)
-    if as_json:
-        time = {} if measured is None else {"time": measured.to_dict()}
-        click.echo(json_text({**state.plan.to_dict(), **sizes, **time}, indent=1))
-        return
-    terminal.show(*tables.of_plan(state.plan, every=every), *tables.of_sizes(**sizes), *tables.of_time(measured))
-    if state.plan.linears and (told := tables.full_size(loaded.recipe, plugins)):
-        click.echo(told)
+    time = {} if measured is None else {"time": measured.to_dict()}
+    sections = [*tables.of_plan(state.plan, every=every), *tables.of_sizes(**sizes), *tables.of_time(measured)]
+    show_or_json({**state.plan.to_dict(), **sizes, **time}, sections, as_json=as_json)
+    if not as_json and state.plan.linears and (advice := tables.full_size(loaded.recipe, plugins)):
+        click.echo(advice)
 
 
-@click.command(epilog="Example: compressx schema > recipe.schema.json")
+@click.command("schema", epilog="Example: compressx schema > recipe.schema.json")
 @click.pass_obj
-@errors_for_users
-def schema(host: Host) -> None:
+def schema_command(host: Host) -> None:
     """Print the JSON schema of recipes, with the options of all that the loaded plugins offer, for editors."""
     from compressx.recipe.schema import json_schema
 
     offers = {key: {n: spec.options for n, spec in named.items()} for key, named in host.plugins().offers.items()}
-    click.echo(json_text(json_schema(offers), indent=1))
+    show_or_json(json_schema(offers), (), as_json=True)
 
 
-@click.command(epilog="Example: compressx compare runs/one runs/two --output compared")
+@click.command("compare", epilog="Example: compressx compare runs/one runs/two --output compared")
 @click.argument("runs", nargs=-1, required=True, type=PATH)
 @click.option("-o", "--output", type=PATH, help="Folder for compare.md, compare.csv and compare.svg.")
-@errors_for_users
-def compare(runs: tuple[Path, ...], output: Path | None) -> None:
+def compare_command(runs: tuple[Path, ...], output: Path | None) -> None:
     """Compare the output folders RUNS side by side; with --output, write table and plot too."""
     from compressx.cli import terminal
     from compressx.report.compare import side_by_side
@@ -128,7 +129,7 @@ def compare(runs: tuple[Path, ...], output: Path | None) -> None:
         click.echo(f"written to {', '.join(map(str, found.write(output)))}")
 
 
-@click.command(epilog="Example: compressx sweep recipe.yaml --grid prune.0.sparsity=0.4,0.5,0.6")
+@click.command("sweep", epilog="Example: compressx sweep recipe.yaml --grid prune.0.sparsity=0.4,0.5,0.6")
 @click.argument("recipe", type=PATH)
 @click.option(
     "--grid",
@@ -146,9 +147,8 @@ def compare(runs: tuple[Path, ...], output: Path | None) -> None:
 @click.option("--restart", is_flag=True, help="Start interrupted runs over instead of continuing them.")
 @click.option("-q", "--quiet", is_flag=True, help="Print nothing but the comparison, errors and warnings.")
 @click.pass_obj
-@errors_for_users
 @in_processes
-def sweep(
+def sweep_command(
     host: Host, recipe: Path, axes: tuple[str, ...], overrides: tuple[str, ...], output: Path | None, device: str,
     restart: bool, quiet: bool,
 ) -> None:  # fmt: skip

@@ -55,7 +55,7 @@ def progress(*, quiet: bool = False, verbose: bool = False) -> Iterator[Tell]:
 
 @contextmanager
 def under_way() -> Iterator[Callable[[str], None]]:
-    """Show on standard error, if it is a terminal, what is under way, as the function that is yielded is told."""
+    """Yield a function that shows on standard error, if it is a terminal, what is under way."""
     with Console(stderr=True).status("") as status, _lines(logging.WARNING):
         yield status.update
 

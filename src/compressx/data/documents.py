@@ -21,7 +21,7 @@ from typing import IO, Any, Literal, TypeAlias
 from unittest.mock import patch
 
 from compressx.recipe.sources import DatasetSource
-from compressx.runtime.errors import CalibrationError, did_you_mean, nearest, one_line
+from compressx.runtime.errors import CalibrationError, did_you_mean, one_line, suggestion
 from compressx.runtime.machine import free_main_memory
 from compressx.runtime.quiet import quiet_libraries
 
@@ -296,7 +296,7 @@ def matching(pattern: str, key: str) -> list[Path]:
         inside = str(Path(pattern) / f"**/*.{_SUFFIXES[key]}")
         raise CalibrationError(f"{key}: {pattern!r} is a folder; name the files in it, such as {inside!r}")
     if not paths:
-        beside = nearest(expanded.name, [p.name for p in expanded.parent.glob("*")])
+        beside = suggestion(expanded.name, [p.name for p in expanded.parent.glob("*")])
         raise CalibrationError(f"{key}: no file matches {pattern!r}; {beside}looked in {Path.cwd()}")
     return _plain(paths, key)
 

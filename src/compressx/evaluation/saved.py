@@ -37,7 +37,7 @@ from compressx.recipe.schema import load_recipe
 from compressx.recipe.sections import SelectTokens
 from compressx.recipe.sources import ModelField, ModelSource, datasets_in
 from compressx.recipe.validation import Strict, validate_options, validated
-from compressx.runtime.errors import ArtifactError, Mistakes, RecipeError, blamed_on, nearest, one_line
+from compressx.runtime.errors import ArtifactError, Mistakes, RecipeError, blamed_on, one_line, suggestion
 from compressx.runtime.files import BLOCKS, os_errors_named
 from compressx.runtime.finite import refuse_damage
 from compressx.runtime.modes import reuse_freed_memory
@@ -83,7 +83,7 @@ def evaluate_section(
     """
     for key in (assignment.partition("=")[0] for assignment in overrides):
         if (first := steps_of(key)[0]) not in (read := _EvaluateOptions.model_fields):
-            told = f"{nearest(first, read)}it reads evaluate.KEY and select_tokens.KEY"
+            told = f"{suggestion(first, read)}it reads evaluate.KEY and select_tokens.KEY"
             raise RecipeError(f"--set {one_line(key):.80}: eval does not read it; {told}, and measures MODEL")
     if recipe is not None:
         loaded = load_recipe(recipe, overrides)

@@ -25,7 +25,7 @@ from torch import Tensor
 from compressx.api.pruner import Linear
 from compressx.numerics.masked import pattern_mismatch
 from compressx.runtime.errors import ArtifactError, one_line
-from compressx.runtime.files import one_by_one, os_errors_named, regular, validated, written_whole
+from compressx.runtime.files import checked_header, one_by_one, os_errors_named, regular, written_whole
 from compressx.runtime.transfer import begin_to_host
 
 
@@ -198,7 +198,7 @@ def _read(path: Path) -> tuple[dict[str, _StoredMask], dict[str, Tensor]]:
                 raise ArtifactError(
                     f"{path} is a safetensors file, but not a masks file: its metadata has no key 'compressx'"
                 )
-            header = validated(path, text, _MasksHeader)
+            header = checked_header(path, text, _MasksHeader)
             packed = _read_bits(path, file, header)
     except SafetensorError as error:
         raise ArtifactError(f"{path} is not a safetensors file, or it is truncated: {str(error)[:300]!r}") from error

@@ -45,7 +45,7 @@ from pydantic import BaseModel, ConfigDict, Field, WrapValidator, model_validato
 
 from compressx.models.shards import OUTSIDE, of_file
 from compressx.runtime.errors import ArtifactError, one_line
-from compressx.runtime.files import one_by_one, os_errors_named, validated, written_whole
+from compressx.runtime.files import checked_header, one_by_one, os_errors_named, written_whole
 
 Elements: TypeAlias = NDArray[np.unsignedinteger[Any]]
 """Little-endian integers of 1, 2, 4 or 8 bytes."""
@@ -276,7 +276,7 @@ def layout_of(path: Path) -> Layout:
 
 def layout_in(header: str, path: Path) -> Layout:
     """Read a header that `path` has; an `ArtifactError` refuses sizes that are not of shape and dtype, and gaps."""
-    read = validated(path, header, _Header)
+    read = checked_header(path, header, _Header)
     found = [TensorBytes(n, x.dtype, tuple(x.shape), *x.data_offsets) for n, x in read.tensors.items()]
     tensors = tuple(sorted(found, key=lambda tensor: (tensor.begin, tensor.end)))
     for before, tensor in zip((0, *(x.end for x in tensors)), tensors, strict=False):
@@ -613,7 +613,7 @@ def _metadata(path: Path, text: str | None) -> _Metadata:
         raise ArtifactError(
             f"{path} is a safetensors file, but was not written by compressx pack: its metadata has no key 'compressx'"
         )
-    found = validated(path, text, _Metadata)
+    found = checked_header(path, text, _Metadata)
     if _digest(found.header, found.tensors) != found.digest:
         raise _damaged(path, "its metadata do not have their digest")
     return found

@@ -113,7 +113,7 @@ def prune(
             work = deepcopy(model) if copy else model
             with evaluation_mode(model), evaluation_mode(work):
                 prepare(state)
-                log.rules(loaded, state.plan)
+                log.write(logging.WARNING, state.plan.warning)
                 _take_text(state, calibration)
                 changes_named = contextlib.nullcontext() if copy else _changes_named(state)
                 fixed = deterministic(loaded.recipe.deterministic, state.device)

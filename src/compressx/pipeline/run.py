@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import logging
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -166,7 +167,7 @@ def _run(state: RunState, *, resume: bool, restart: bool) -> RunReport | None:
     prepare(state)
     if state.ranks.first and (earlier := earlier_run(state.loaded)):
         state.note(f"replaces {earlier}")
-    state.log.rules(state.loaded, state.plan)
+    state.log.write(logging.WARNING, state.plan.warning)
     checkpoint = state.checkpoint
     assert checkpoint is not None  # noqa: S101 - found by the checks
     state.open = functools.cache(lambda: opened(state))

@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from compressx.recipe.document import Location, flow, path_text, shown
-from compressx.runtime.errors import CompressxError, PluginError, RecipeError, did_you_mean, nearest
+from compressx.runtime.errors import CompressxError, PluginError, RecipeError, did_you_mean, suggestion
 
 _Model = TypeVar("_Model", bound=BaseModel)
 
@@ -134,7 +134,7 @@ def _lines(
         # Each member of a union reports what it expected of the same value.
         either = " or ".join(dict.fromkeys(_expected(error, example) for error in found))
         literals = [n for e in found for n in re.findall("'([^']*)'", str(e.get("ctx", {}).get("expected", "")))]
-        hint = nearest(value, literals) if isinstance(value, str) else ""
+        hint = suggestion(value, literals) if isinstance(value, str) else ""
         yield f"{where(*loc)}: {name} is {shown(value)}; {hint}expected {either}{described}"
 
 

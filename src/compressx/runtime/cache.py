@@ -7,6 +7,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -49,14 +50,12 @@ def cached(key: Mapping[str, object], compute: Callable[[], Value], folder: Path
     """
     canonical = json.dumps(key, sort_keys=True)
     name = f"{hashlib.sha256(canonical.encode()).hexdigest()}.json"
-    try:
+    with suppress(ArtifactError, OSError, ValueError, KeyError, TypeError, RecursionError):  # missing or damaged
         entry = json.loads((cache_folder() / folder / name).read_text(encoding="utf-8"))
         if json.dumps(entry["key"], sort_keys=True) == canonical:
-            value: Value = entry["value"]
-            TypeAdapter(kind).validate_json(json.dumps(value), strict=True)
-            return value
-    except (ArtifactError, OSError, ValueError, KeyError, TypeError, RecursionError):
-        pass  # missing or damaged
+            found: Value = entry["value"]
+            TypeAdapter(kind).validate_json(json.dumps(found), strict=True)
+            return found
     value = compute()
     try:
         text = json.dumps({"key": key, "value": value}, indent=1, sort_keys=True, allow_nan=False)

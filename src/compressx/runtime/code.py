@@ -26,6 +26,9 @@ def code_digest(package: str) -> str:
     return digest.hexdigest()[:8]
 
 
+_version = cache(metadata.version)  # the whole description of a package is parsed for it
+
+
 def library_versions() -> dict[str, str]:
     """Return the versions of Python and of the libraries that reports and logs name."""
     libraries = ("torch", "transformers", "lm_eval", "datasets", "safetensors")
@@ -35,12 +38,5 @@ def library_versions() -> dict[str, str]:
 def code_versions(*others: str) -> dict[str, str]:
     """Return what decides a result: compressx's code, versions of torch, transformers, NumPy and others."""
     libraries = ("torch", "transformers", "numpy", *others)
-    return {
-        "compressx": f"{__version__}, code {code_digest('compressx')}",
-        **{name: _version(name) for name in libraries},
-    }
-
-
-@cache  # the whole description of a package is parsed for it
-def _version(library: str) -> str:
-    return metadata.version(library)
+    own = f"{__version__}, code {code_digest('compressx')}"
+    return {"compressx": own, **{name: _version(name) for name in libraries}}

@@ -153,14 +153,21 @@ def locked(path: Path, what: str, *, wait: bool = False) -> Iterator[None]:
         ArtifactError: another process, or another thread of this one, holds the lock, and `wait` is false; or the file
             cannot be created or locked, or is no lock file.
     """
-    _refuse_other_files(path)
+    with os_errors_named("lock", path), suppress(FileNotFoundError):
+        found = path.lstat()
+        if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:  # its content will be replaced
+            raise ArtifactError(f"{path} is not a lock file but a link, a folder or the like; look at it and remove it")
     # Where flock is missing filelock would take a file's existence for the lock, which a killed process leaves.
     lock = FileLock(path, on_acquired=_sign, fallback_to_soft=False)
     with os_errors_named("lock", path):
         try:
             lock.acquire(timeout=0)
         except Timeout:
-            held = ArtifactError(f"{what} is active{_holder(path)}, and holds {path}; wait for it, or choose another")
+            signed = ""
+            with suppress(OSError):  # its holder may remove it meanwhile
+                signed = path.read_bytes()[:200].decode(errors="replace").strip()
+            by = f", by {signed}" if signed else ""
+            held = ArtifactError(f"{what} is active{by}, and holds {path}; wait for it, or choose another")
             if not wait:
                 raise held from None
             _log.warning("waiting: %s", held)
@@ -174,24 +181,9 @@ def locked(path: Path, what: str, *, wait: bool = False) -> Iterator[None]:
             lock.release()
 
 
-def _refuse_other_files(path: Path) -> None:
-    """Refuse what is no file of its own: its content will be replaced."""
-    with os_errors_named("lock", path), suppress(FileNotFoundError):
-        found = path.lstat()
-        if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
-            raise ArtifactError(f"{path} is not a lock file but a link, a folder or the like; look at it and remove it")
-
-
 def _sign(descriptor: int) -> None:
     os.ftruncate(descriptor, 0)
     os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
-
-
-def _holder(path: Path) -> str:
-    with suppress(OSError):  # its holder may remove it meanwhile
-        if signed := path.read_bytes()[:200].decode(errors="replace").strip():
-            return f", by {signed}"
-    return ""
 
 
 def json_text(value: Any, **style: Any) -> str:
@@ -217,7 +209,7 @@ def one_by_one(values: Any, validate: Callable[[Any], Any]) -> Any:
     return {name: found for item in values.items() for name, found in validate(dict([item])).items()}
 
 
-def validated(path: Path, text: str, form: type[_Form]) -> _Form:
+def checked_header(path: Path, text: str, form: type[_Form]) -> _Form:
     """Return what the header of a file or its metadata say, JSON, in the form that they were written in.
 
     Raises:

@@ -6,7 +6,7 @@ import contextlib
 import io
 import logging
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
 
@@ -26,22 +26,12 @@ def quiet_libraries() -> Iterator[None]:
     def no_bar(self: Any, *args: Any, **kwargs: Any) -> None:
         start_bar(self, *args, **{**kwargs, "disable": True})
 
-    loggers = [logging.getLogger(name) for name in _LOGGERS]
-    levels = [logger.level for logger in loggers]
-    _set(loggers, [logging.ERROR] * len(loggers))
-    try:
-        with (
-            warnings.catch_warnings(),
-            patch.object(tqdm, "__init__", no_bar),
-            contextlib.redirect_stdout(io.StringIO()),
-        ):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        _set(loggers, levels)
-
-
-def _set(loggers: Sequence[logging.Logger], levels: Sequence[int]) -> None:
-    for logger, level in zip(loggers, levels, strict=True):
-        if logger.level != level:  # every change empties the caches of all loggers
-            logger.setLevel(level)
+    with contextlib.ExitStack() as restored:
+        for logger in map(logging.getLogger, _LOGGERS):
+            if logger.level != logging.ERROR:  # every change empties the caches of all loggers
+                restored.callback(logger.setLevel, logger.level)
+                logger.setLevel(logging.ERROR)
+        restored.enter_context(warnings.catch_warnings(action="ignore"))
+        restored.enter_context(patch.object(tqdm, "__init__", no_bar))
+        restored.enter_context(contextlib.redirect_stdout(io.StringIO()))
+        yield

@@ -1,4 +1,4 @@
-"""The lines that a run writes while it goes: to the logger `compressx`, and to `run.log` in its folder.
+"""The lines that a run writes: to the logger `compressx`, and to `run.log` in its folder.
 
 A line where a stage begins, one for every block, and one every half minute in between. The logger gets what its level
 lets pass; `run.log` always gets them, with the warnings of libraries.
@@ -12,16 +12,12 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from logging.handlers import MemoryHandler
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from compressx.api.names import in_short
-from compressx.api.record import BlockReport, RunReport, grouped
-from compressx.planning.plan import Plan
-from compressx.recipe.schema import LoadedRecipe
+from compressx.api.record import BlockReport, RunReport
 from compressx.runtime.errors import CompressxError, printable
 from compressx.runtime.files import os_errors_named
 from compressx.runtime.machine import command
@@ -41,25 +37,10 @@ NAME = "run.log"
 _LIBRARIES = ("datasets", "huggingface_hub", "transformers")
 _EVERY = 30.0
 """Seconds between two lines of one stage."""
-_UNLIMITED = 2**31
 
 
-class _Forwarding(logging.Handler):
-    """Passes lines on that parts of compressx log by themselves, such as `runtime.cache`, to the files of a run."""
-
-    def __init__(self, log: RunLog) -> None:
-        super().__init__()
-        self.log = log
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Pass a line on, unless it is the run's own."""
-        if record.name != LOG.name:
-            for handler in self.log.handlers:
-                handler.handle(record)
-
-
-class RunLog:
-    """The log of one run.
+class RunLog(logging.Handler):
+    """The log of one run. As a handler it also takes the lines of libraries and of parts of compressx.
 
     Args:
         first: whether this process writes; the others are silent.
@@ -70,37 +51,41 @@ class RunLog:
     """
 
     def __init__(self, *, first: bool = True, file: Path | None = None) -> None:
+        super().__init__()
         self.first = first
-        # Lines are kept until there is a folder for them.
-        self.early = MemoryHandler(_UNLIMITED, flushLevel=_UNLIMITED)
-        self.handlers: list[logging.Handler] = [self.early]
-        if file is not None and first:
-            self.handlers.append(_file_handler(file.expanduser()))
-        self.stage, self.begun, self.done, self.told = "", 0.0, 0, 0.0
+        self.early: list[logging.LogRecord] = []  # until there is a folder for them
+        self.files = [_file_handler(file.expanduser())] if file is not None and first else []
+        self.opened = False
+        self.stage, self.begun, self.done, self.reported = "", 0.0, 0, 0.0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a line to the files."""
+        if not self.opened:
+            self.early.append(record)
+        for file in self.files:
+            file.handle(record)
 
     def write(self, level: int, text: str, *, shown: bool = True) -> None:
         """Write a line, to the files only unless `shown`; details (DEBUG) only if the logger lets them pass."""
-        if not self.first or (level < logging.INFO and not LOG.isEnabledFor(level)):
-            return
-        record = LOG.makeRecord(LOG.name, level, __file__, 0, text, (), None)
-        for handler in self.handlers:
-            handler.handle(record)
-        if shown and LOG.isEnabledFor(level):
-            LOG.handle(record)
+        passes = LOG.isEnabledFor(level)
+        if self.first and text and (passes or level >= logging.INFO):
+            record = LOG.makeRecord(LOG.name, level, __file__, 0, text, (), None)
+            (LOG if shown and passes else self).handle(record)  # the logger passes it on to this handler
 
     def open(self, folder: Path) -> None:
-        """Write `run.log` in a folder from now on, beginning with the lines so far; what is there stays."""
+        """Write `run.log` in a folder from now on, beginning with the lines so far; what is there is kept."""
         if self.first:
-            self.early.setTarget(_file_handler(folder / NAME))
-            self.early.capacity = 1
-            self.early.flush()
+            file, self.opened = _file_handler(folder / NAME), True
+            for record in self.early:
+                file.handle(record)
+            self.files.append(file)
 
     def close(self) -> None:
         """Close the files."""
-        for handler in (*self.handlers, self.early.target):
-            if handler is not None:
-                handler.close()
-        self.handlers = []
+        for file in self.files:
+            file.close()
+        self.files = []
+        super().close()
 
     def header(self, machine: str, versions: Mapping[str, str]) -> None:
         """Write what is run, on what, and with what."""
@@ -112,9 +97,9 @@ class RunLog:
         """Write a line if a stage begins, or if the last line is long ago."""
         now = time.perf_counter()
         if stage != self.stage:
-            self.stage, self.begun, self.done, self.told = stage, now, done, now
+            self.stage, self.begun, self.done, self.reported = stage, now, done, now
             self._line(stage, note, _peak())
-        elif now - self.told >= _EVERY:
+        elif now - self.reported >= _EVERY:
             self._line(f"{stage} {done} of {total}", note, self._left(done, total), _peak())
 
     def block(self, report: BlockReport, done: int, total: int) -> None:
@@ -127,8 +112,12 @@ class RunLog:
             "" if trained is None else f"held-out error {trained.before:.4g}, reconstructed {trained.after:.4g}",
             f"{report.seconds:.1f} s", self._left(done, total), _peak(),
         )  # fmt: skip
-        for line in _of_layers(report):
-            self.write(logging.DEBUG, line)
+        for layer in report.layers:
+            self.write(
+                logging.DEBUG,
+                f"{layer.name}  {layer.pruner}  {layer.pattern}  sparsity {layer.sparsity:.4f}  {layer.seconds:.2f} s  "
+                + "  ".join(f"{name} {value:.4g}" for name, value in layer.info.items()),
+            )
 
     def figures(self, name: str, figures: Mapping[str, Any]) -> None:
         """Write what was measured."""
@@ -141,22 +130,8 @@ class RunLog:
         part = f" of {report.linears}" if report.linears.endswith(")") else ""
         self._line("finished", f"{report.share} {report.sparsity:.2%}{part}", f"seconds: {spent}", _peak())
 
-    def rules(self, loaded: LoadedRecipe, plan: Plan) -> None:
-        """Write which rule takes which linears, and why others are left alone."""
-        for rule in plan.rules:
-            if not (taken := [x for x in plan.linears if x.rule is rule]):
-                continue
-            patterns = ", ".join(dict.fromkeys(plan.shown_pattern(x) for x in taken))
-            names = f"{taken[0].name} ... {taken[-1].name}" if len(taken) > 1 else taken[0].name
-            place = f"prune[{rule.index}] at {loaded.where('prune', rule.index)}"
-            self.write(logging.DEBUG, f"{place}: {rule.label}, {patterns}, {len(taken)} linears: {names}")
-        for name, reason in plan.skipped.items():
-            self.write(logging.DEBUG, f"not pruned: {name}: {reason}")
-        if plan.warning:
-            self.write(logging.WARNING, plan.warning)
-
     def _line(self, *fields: str) -> None:
-        self.told = time.perf_counter()
+        self.reported = time.perf_counter()
         self.write(logging.INFO, "  ".join(field for field in fields if field))
 
     def _left(self, done: int, total: int) -> str:
@@ -177,28 +152,25 @@ def run_log(*, first: bool, file: Path | None) -> Iterator[RunLog]:
     log = RunLog(first=first, file=file)
     show = warnings.showwarning
 
+    # Not logging.captureWarnings, by which warnings would no longer be shown, and callers no longer find them.
     def showwarning(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
         log.write(logging.WARNING, f"{category.__name__}: {message}", shown=False)
         show(message, category, *place, **more)
 
-    libraries = [logging.getLogger(name) for name in _LIBRARIES] if first else []
-    parts = _Forwarding(log)
+    loggers = [LOG, *map(logging.getLogger, _LIBRARIES)] if first else []
+    for logger in loggers:
+        logger.addHandler(log)
     try:
-        if first:
-            LOG.addHandler(parts)
-        for library in libraries:
-            library.addHandler(log.early)
         with patch.object(warnings, "showwarning", showwarning):
             yield log
     except BaseException as error:
         known = isinstance(error, CompressxError | KeyboardInterrupt)
-        told = f"{type(error).__name__} {error}".strip() if known else "".join(traceback.format_exception(error))
-        log.write(logging.ERROR, f"the run ended: {told}", shown=False)
+        reason = f"{type(error).__name__} {error}".strip() if known else "".join(traceback.format_exception(error))
+        log.write(logging.ERROR, f"the run ended: {reason}", shown=False)
         raise
     finally:
-        LOG.removeHandler(parts)
-        for library in libraries:
-            library.removeHandler(log.early)
+        for logger in loggers:
+            logger.removeHandler(log)
         log.close()
 
 
@@ -214,7 +186,7 @@ class _File(logging.FileHandler):
         LOG.warning("the log %s cannot be written and is left out: %s", self.baseFilename, error.strerror)
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # what could not be written is told
+        with contextlib.suppress(OSError):  # what could not be written is reported
             super().close()
 
 
@@ -228,25 +200,3 @@ def _file_handler(path: Path) -> logging.FileHandler:
 def _peak() -> str:
     gpu = peak_gpu_bytes()
     return f"peak {peak_resident_bytes() / 2**30:.2f} GiB" + (f", on the GPU {gpu / 2**30:.2f} GiB" if gpu else "")
-
-
-def _of_layers(report: BlockReport) -> Iterator[str]:
-    """Yield a line for each linear with its pruner's figures, and one for curves that linears share."""
-    for layer in report.layers:
-        figures = "  ".join(f"{k} {v:.4g}" for k, v in layer.info.items())
-        yield (f"{layer.name}  {layer.pruner}  {layer.pattern}  sparsity {layer.sparsity:.4f}  "
-               f"{layer.seconds:.2f} s  {figures}").rstrip()  # fmt: skip
-    for layers, history in grouped((layer, layer.history) for layer in report.layers):
-        yield f"{in_short([x.name for x in layers])}  " + "; ".join(
-            f"{name} {_curve(values)}" for name, values in history.items()
-        )
-    if report.reconstruction is not None:
-        yield f"{report.fqn}  held-out error {_curve(report.reconstruction.history)}"
-
-
-def _curve(values: Sequence[float], shown: int = 5) -> str:
-    """Write a curve's first and last value and a few between, evenly apart."""
-    last = len(values) - 1
-    steps = sorted({round(i * last / (shown - 1)) for i in range(shown)})
-    between = " ... " if len(steps) < len(values) else " "
-    return between.join(f"{values[i]:.3g}" for i in steps) + f" ({len(values)} steps)"

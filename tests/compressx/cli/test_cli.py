@@ -67,44 +67,33 @@ PACKED = (
 WANDA = '{targets: ["*"], pruner: wanda, sparsity: 0.5}'
 MISTAKES: dict[str, tuple[str, str, str, tuple[str, ...]]] = {
     # what is replaced, by what, the place, what the message says
-    "a misspelt key": ("prune:", "prnue:", "r.yaml:3", ("unknown key 'prnue'", "did you mean 'prune'?")),
-    "a target without a linear": ('"*.q_proj", "*.k_proj"', '"*.q_prj"', "r.yaml:4",
+    "a misspelt key": ("prune:", "prnue:", "3", ("unknown key 'prnue'", "did you mean 'prune'?")),
+    "a target without a linear": ('"*.q_proj", "*.k_proj"', '"*.q_prj"', "4",
                                   ("'*.q_prj' matches no linear", "did you mean '*.q_proj'?")),
-    "an unknown pruner": (WANDA, WANDA.replace("wanda", "wandas"), "r.yaml:5",
+    "an unknown pruner": (WANDA, WANDA.replace("wanda", "wandas"), "5",
                           ("no pruner 'wandas'", "did you mean 'wanda'?")),
-    "a model that is not there": ("path: model", "path: modle", "r.yaml:1",
+    "a model that is not there": ("path: model", "path: modle", "1",
                                   ("model path modle does not exist; did you mean 'model'? looked in ",)),
-    "text that is not there": ("text: text.txt", "text: txet.txt", "r.yaml:2",
+    "text that is not there": ("text: text.txt", "text: txet.txt", "2",
                                ("no file matches 'txet.txt'; did you mean 'text.txt'? looked in ",)),
-    "a misspelt dataset": ("{text: text.txt}", "wikitxt", "r.yaml:2",
-                           ("no dataset 'wikitxt'", "did you mean 'wikitext'?")),
-    "attnprune on the values": ('"*.q_proj", "*.k_proj"', '"*.q_proj", "*.v_proj"', "r.yaml:4",
-                                ("also targets model.layers.0.self_attn.v_proj", 'targets: ["*.q_proj", "*.k_proj"]')),
-    "an unknown allocation": ("output: out", "output: out\nallocation: {method: owll, target: 0.5}", "r.yaml:9",
+    "an unknown allocation": ("output: out", "output: out\nallocation: {method: owll, target: 0.5}", "9",
                               ("allocation.method is 'owll'", "did you mean 'owl'? expected 'owl', 'divergence'")),
-    "an output that is a file": ("output: out", "output: text.txt", "r.yaml:8", ("is a file; choose a folder",)),
+    "an output that is a file": ("output: out", "output: text.txt", "8", ("is a file; choose a folder",)),
 }  # fmt: skip
-
-
-def edit(old: str, new: str) -> None:
-    assert RECIPE.count(old) >= 1, old
-    Path("r.yaml").write_text(RECIPE.replace(old, new, 1))
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_every_mistake_is_named_with_place_value_and_remedy(work, mistake):
-    old, new, place, expected = MISTAKES[mistake]
-    edit(old, new)
-    for command in ("plan", "run"):
-        done = invoke(command, "r.yaml")
-        assert (done.exit_code, done.stdout) == (2, ""), done.stderr
-        before, *message = done.stderr.split("error: ")
-        assert command == "run" or not before, "a run has said what it does by then"
-        assert (len(message), message[0][:7]) == (1, "r.yaml:")
-        lines = message[0].splitlines()
-        # a needed key that is misspelt is told as missing too, on a line of its own
-        assert any(x.startswith(f"{place}:") and all(part in x for part in expected) for x in lines), done.stderr
-        assert not [p.name for p in Path().iterdir() if p.name in ("out", "other", "cache") or p.name.startswith(".")]
+    old, new, line, expected = MISTAKES[mistake]
+    Path("r.yaml").write_text(RECIPE.replace(old, new, 1))
+    said = refused("plan", "r.yaml")
+    # a needed key that is misspelt is told as missing too, on a line of its own
+    assert any(
+        x.removeprefix("error: ").startswith(f"r.yaml:{line}:") and all(part in x for part in expected)
+        for x in said.splitlines()
+    ), said
+    assert invoke("run", "r.yaml").stderr.endswith(said)
+    assert not [p.name for p in Path().iterdir() if p.name in ("out", "cache") or p.name.startswith(".")]
 
 
 @pytest.mark.parametrize(
@@ -197,14 +186,6 @@ def test_a_run_writes_the_report_of_the_schema(finished):
     assert sum(report["seconds"].values()) == pytest.approx(total)
     assert report["peak_memory_bytes"] > 2**26
     assert "| token_perplexity |" in Path("out/report.md").read_text()
-
-
-@pytest.mark.slow
-def test_quiet_prints_nothing(work, capfd: pytest.CaptureFixture[str]):
-    with pytest.raises(SystemExit) as ended:
-        main(["run", "r.yaml", "-q"])
-    assert (ended.value.code, *capfd.readouterr()) == (0, "", "")
-    assert Path("out/report.json").is_file()
 
 
 def test_a_defect_is_not_hidden_behind_a_message(work):
@@ -404,18 +385,9 @@ def test_a_plan_folds_equal_linears_or_lists_all_and_says_why_others_are_left_al
     assert {x["name"] for x in done["skipped"]} == {"lm_head", "model.embed_tokens"}
 
 
-def allocate(allocation: str, rest: str = '{targets: ["*"], pruner: wanda}') -> None:
-    """Write a recipe with an allocation on line 9."""
-    text = RECIPE.replace(", sparsity: 0.5", "").replace('{targets: ["*"], pruner: wanda}', rest)
-    Path("r.yaml").write_text(text + f"allocation: {allocation}\n")
-
-
-ATTENTION_AWARE = "{method: attention-aware, target: 0.6, samples: 4}"
-TWO_FOUR = '{targets: ["*"], pruner: wanda, pattern: "2:4"}'
-
-
 def test_a_plan_with_allocation_shows_the_target_and_that_sparsities_are_chosen_later(work):
-    allocate(ATTENTION_AWARE)
+    text = RECIPE.replace(", sparsity: 0.5", "")
+    Path("r.yaml").write_text(f"{text}allocation: {{method: attention-aware, target: 0.6, samples: 4}}\n")
     lines = planned("--all")
     assert "model.layers.0.self_attn.q_proj attnprune allocated joint 64 x 64" in lines
     assert lines[-2:] == [
@@ -423,25 +395,9 @@ def test_a_plan_with_allocation_shows_the_target_and_that_sparsities_are_chosen_
         "attention-aware measures divergences when the recipe is run, and chooses sparsities then "
         "(unit rule, 4 samples)",
     ]
-    allocate("{method: owl, target: 0.5, samples: 4}", TWO_FOUR)
-    lines = planned("--all")
-    assert "model.layers.2.mlp.down_proj wanda allocated N:4 64 x 96" in lines, "M is given"
-    assert lines[-1].startswith("owl measures outliers when the recipe is run")
-
-
-@pytest.mark.parametrize(
-    ("allocation", "place", "told"),
-    [
-        ("{method: divergence, target: 0.5, unit: layer}", "9:47", "unknown key 'unit'"),
-        ("{method: error, target: 0.5}", "9:14", "allocation.method is 'error'; expected 'owl', 'divergence', 'atte"),
-        ("{method: divergence, target: 0.96}", "9:34", "allocation.target is 0.96; expected less than 0.95"),
-    ],
-)  # fmt: skip
-def test_a_mistake_in_an_allocation_has_its_place(work, allocation, place, told):
-    allocate(allocation)
-    line = "\n".join(planned("--all"))
-    assert line.startswith(f"error: r.yaml:{place}: "), line
-    assert told in line, line
+    text = text.replace("pruner: wanda}", 'pruner: wanda, pattern: "2:4"}')
+    Path("r.yaml").write_text(f"{text}allocation: {{method: owl, target: 0.5, samples: 4}}\n")
+    assert "model.layers.2.mlp.down_proj wanda allocated N:4 64 x 96" in planned("--all"), "M is given"
 
 
 def test_plugins_say_what_loaded_and_what_is_blocked(work):
@@ -454,12 +410,6 @@ def test_plugins_say_what_loaded_and_what_is_blocked(work):
     table = printed("plugins").splitlines()
     for name in records:
         assert any(line.split()[:1] == [name] and "loaded" in line for line in table)
-
-
-def test_version_and_help_need_no_recipe(work):
-    assert printed("--version").strip().endswith(__version__)
-    for command in ("run", "plan", "plugins"):
-        assert command in printed("-h")
 
 
 @pytest.fixture
@@ -488,7 +438,6 @@ def ended(monkeypatch: pytest.MonkeyPatch, stream: Callable[[], io.TextIOWrapper
     return exited.value.code, said
 
 
-ENCODINGS = ["latin-1", "ascii", "cp1252", "utf-8"]
 NARROW = {
     "plan": ["plan", "模.yaml"], "plan as JSON": ["plan", "模.yaml", "--json"], "inspect": ["inspect", "模é"],
     "inspect as JSON": ["inspect", "模é", "--json"], "init": ["init", "./模é"],
@@ -498,7 +447,9 @@ NARROW = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("encoding", [pytest.param(e, marks=[pytest.mark.slow] * (e != "latin-1")) for e in ENCODINGS])
+@pytest.mark.parametrize(
+    "encoding", ["latin-1", *(pytest.param(e, marks=pytest.mark.slow) for e in ("ascii", "utf-8"))]
+)
 @pytest.mark.parametrize("command", NARROW)
 def test_a_command_ends_well_on_a_terminal_of_any_encoding(narrow, command, encoding, monkeypatch) -> None:
     words = NARROW[command]
@@ -509,7 +460,7 @@ def test_a_command_ends_well_on_a_terminal_of_any_encoding(narrow, command, enco
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize("encoding", ["latin-1", "utf-8"])
 def test_a_finished_run_ends_well_on_a_terminal_of_any_encoding(narrow, encoding, monkeypatch) -> None:
     code, said = ended(monkeypatch, lambda: io.TextIOWrapper(io.BytesIO(), encoding), "run", "模.yaml")
     assert code == 0

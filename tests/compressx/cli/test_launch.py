@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.compressx.cli.commands import invoke
+from tests.compressx.cli.commands import invoke, refused
 
 from compressx.masks.maskset import MaskSet
 
@@ -55,7 +55,6 @@ class Waiting:
 def compressx_pruners():
     return [PrunerSpec("waiting", "for a test", Options, lambda _: Waiting(), separable=True)]
 '''
-WITHOUT_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is there")
 
 
 @pytest.fixture
@@ -129,33 +128,27 @@ def test_ctrl_c_ends_all_processes(work: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("processes", "device", "gpus", "told"),
     [
-        (["0"], "'0' is no number of processes; expected 1, 2, ... or all, one for each GPU"),
-        (["many"], "'many' is no number of processes"),
-        pytest.param(["all"], "--processes all starts one for each GPU, and there is none", marks=WITHOUT_CUDA),
-        (["all", "--device", "cpu"], "--processes all starts one for each GPU, and there is none"),
+        ("0", "cpu", 0, "'0' is no number of processes; expected 1, 2, ... or all, one for each GPU"),
+        ("many", "cpu", 0, "'many' is no number of processes"),
+        ("all", "cuda", 0, "all starts one for each GPU, and there is none"),
+        ("all", "cpu", 2, "all starts one for each GPU, and there is none"),
+        ("2", "cuda:1", 2, "--device cuda:1 is one GPU, and every process needs its own"),
+        ("3", "cuda", 2, "3: every process needs its own GPU, and there are 2"),
+        ("2", "under torchrun", 0, "torchrun excludes it"),
     ],
 )
-def test_a_number_that_cannot_be_is_refused(given: list[str], told: str, work: Path) -> None:
-    done = invoke("run", "r.yaml", "--processes", *given)
-    assert done.exit_code == 2
-    assert told in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("device", "processes", "told"),
-    [("cuda:1", "2", "is one GPU, and every process needs its own"), ("cuda", "3", "and there are 2")],
-)
-def test_every_process_needs_its_own_gpu(
-    device: str, processes: str, told: str, work: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:  # fmt: skip
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+def test_a_number_that_cannot_be_is_refused(
+    processes: str, device: str, gpus: int, told: str, work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr("compressx.models.access.device_for", torch.device)
-    done = invoke("run", "r.yaml", "--device", device, "--processes", processes)
-    assert done.exit_code == 2
-    assert told in done.stderr
+    if device == "under torchrun":
+        monkeypatch.setenv("RANK", "0")
+        device = "cpu"
+    assert f"--processes: {told}" in refused("run", "r.yaml", "--device", device, "--processes", processes)
 
 
 def test_all_starts_one_process_for_each_gpu(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,13 +163,6 @@ def test_all_starts_one_process_for_each_gpu(work: Path, monkeypatch: pytest.Mon
         (8, "what was finished is kept, and --resume continues"),
         (2, "what was finished is kept, and the same command continues"),  # it has no --resume
     ]
-
-
-def test_torchrun_and_the_option_exclude_each_other(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "0")
-    done = invoke("run", "r.yaml", "--processes", "2")
-    assert done.exit_code == 2
-    assert "--processes and torchrun exclude each other" in done.stderr
 
 
 def test_one_process_is_not_started_anew(work: Path) -> None:

@@ -87,9 +87,6 @@ def test_the_logger_gets_the_lines_only_where_its_level_lets_them_pass(model, ca
     with caplog.at_level(logging.DEBUG, "compressx"):
         run(recipe(model))
     said = [record.getMessage() for record in caplog.records]
-    taken = "wanda, 50% row, 21 linears: model.layers.0.self_attn.q_proj ... model.layers.2.mlp.down_proj"
-    assert f"prune[0] at <dict>:prune[0]: {taken}" in said
-    assert any(x.startswith("not pruned: lm_head: ") for x in said)
     assert len([x for x in said if x.startswith("model.layers.") and "  wanda  50% row  sparsity 0.5000  " in x]) == 21
     assert any("wanda  50% row" in x for x in lines("out/run.log"))
 
@@ -110,9 +107,9 @@ def test_warnings_of_libraries_and_of_parts_of_compressx_are_in_the_log(model):
         run(recipe(model), plugins=plugins)
     said = ("WARNING UserWarning: from python", "WARNING from a library", "WARNING from a part of compressx")
     assert [lines("out/run.log").count(line) for line in said] == [1, 1, 1]
-    assert not any(isinstance(x, module._Parts) for x in logging.getLogger("compressx").handlers)
     assert warnings.showwarning is show
-    assert not any(isinstance(x, module.MemoryHandler) for x in logging.getLogger("transformers").handlers)
+    for logger in ("compressx", "transformers"):
+        assert not any(isinstance(x, RunLog) for x in logging.getLogger(logger).handlers)
 
 
 def test_a_long_stage_says_twice_a_minute_how_far_it_is_and_how_long_it_takes(monkeypatch, caplog):

@@ -22,18 +22,14 @@ from compressx.runtime.errors import ArtifactError
 from compressx.runtime.files import atomic_write, json_text, locked, sync_tree, written_whole
 
 
-def test_a_file_is_written_replaced_and_its_folders_made(tmp_path: Path) -> None:
-    path = tmp_path / "a" / "b" / "file"
+def test_a_file_is_written_replaced_and_its_folders_made_with_the_mode_that_the_umask_gives(tmp_path: Path) -> None:
+    path, plain = tmp_path / "a" / "b" / "file", tmp_path / "plain"
     atomic_write(path, b"one")
     atomic_write(path, b"two")
+    plain.write_bytes(b"")
     assert path.read_bytes() == b"two"
     assert [p.name for p in path.parent.iterdir()] == ["file"]
-
-
-def test_a_new_file_has_the_mode_that_the_umask_gives(tmp_path: Path) -> None:
-    (tmp_path / "plain").write_bytes(b"")
-    atomic_write(tmp_path / "atomic", b"")
-    assert (tmp_path / "atomic").stat().st_mode == (tmp_path / "plain").stat().st_mode
+    assert path.stat().st_mode == plain.stat().st_mode
 
 
 def test_an_interrupted_write_leaves_the_old_file_and_nothing_beside_it(
@@ -89,21 +85,6 @@ def test_the_second_is_told_who_holds_the_lock_and_the_file_goes_with_the_lock(t
     assert not lock.exists()
 
 
-def test_a_disk_too_full_for_the_lock_file_is_named_with_it(tmp_path, monkeypatch):
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(files.os, "write", full)
-        with (
-            pytest.raises(ArtifactError, match=rf"cannot lock {tmp_path / 'lock'}: No space left on device; free some"),
-            locked(tmp_path / "lock", "a run"),
-        ):
-            pytest.fail("the block must not run")
-    with locked(tmp_path / "lock", "a run"):
-        pass
-
-
 def test_a_file_that_a_killed_process_left_does_not_matter(tmp_path: Path) -> None:
     (tmp_path / "lock").write_text("process 7 on a machine with a long name\n")
     with locked(tmp_path / "lock", "a run"):
@@ -111,34 +92,23 @@ def test_a_file_that_a_killed_process_left_does_not_matter(tmp_path: Path) -> No
     assert not (tmp_path / "lock").exists()
 
 
-def linked(lock: Path, precious: Path) -> None:
-    lock.symlink_to(precious)
+NO_LOCK_FILES: dict[str, Callable[[Path, Path], object]] = {
+    "a link": lambda lock, precious: lock.symlink_to(precious),
+    "a link to nothing": lambda lock, precious: lock.symlink_to(precious.with_name("absent")),
+    "a second name": lambda lock, precious: lock.hardlink_to(precious),
+    "a pipe": lambda lock, _: os.mkfifo(lock),
+    "a folder": lambda lock, _: lock.mkdir(),
+}
 
 
-def dangling(lock: Path, precious: Path) -> None:
-    lock.symlink_to(precious.with_name("absent"))
-
-
-def second_name(lock: Path, precious: Path) -> None:
-    lock.hardlink_to(precious)
-
-
-def pipe(lock: Path, _precious: Path) -> None:
-    os.mkfifo(lock)
-
-
-def folder(lock: Path, _precious: Path) -> None:
-    lock.mkdir()
-
-
-@pytest.mark.parametrize("made", [linked, dangling, second_name, pipe, folder])
+@pytest.mark.parametrize("made", NO_LOCK_FILES)
 @pytest.mark.parametrize("wait", [False, True])
 def test_what_is_no_lock_file_is_refused_and_neither_followed_nor_changed(
-    tmp_path: Path, made: Callable[[Path, Path], None], wait: bool
+    tmp_path: Path, made: str, wait: bool
 ) -> None:
     precious, lock = tmp_path / "precious.txt", tmp_path / "lock"
     precious.write_text("years of work")
-    made(lock, precious)
+    NO_LOCK_FILES[made](lock, precious)
     before = lock.lstat()
     message = rf"^{lock} is not a lock file but a link, a folder or the like; look at it and remove it$"
     with pytest.raises(ArtifactError, match=message), locked(lock, "a run", wait=wait):
@@ -148,15 +118,27 @@ def test_what_is_no_lock_file_is_refused_and_neither_followed_nor_changed(
     assert not (tmp_path / "absent").exists()
 
 
-@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS])
-def test_a_drive_that_cannot_lock_files_is_named_with_what_to_do(tmp_path, monkeypatch, number):
-    def flock(*_: object) -> None:
+@pytest.mark.parametrize(
+    ("owner", "function", "number", "advice"),
+    [
+        (fcntl, "flock", errno.ENOLCK, "choose a place on a drive that can lock files"),
+        (fcntl, "flock", errno.ENOSYS, "choose a place on a drive that can lock files"),
+        (files.os, "write", errno.ENOSPC, "free some space there or choose another place"),
+    ],
+)
+def test_a_drive_that_cannot_lock_or_is_too_full_for_the_lock_file_is_named_with_what_to_do(
+    owner: object, function: str, number: int, advice: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
         raise OSError(number, "not here")
 
-    monkeypatch.setattr(fcntl, "flock", flock)
-    message = rf"^cannot lock {tmp_path / 'lock'}: not here; choose a place on a drive that can lock files$"
-    with pytest.raises(ArtifactError, match=message), locked(tmp_path / "lock", "a run"):
-        pytest.fail("the block must not run")
+    with monkeypatch.context() as patched:
+        patched.setattr(owner, function, fails)
+        message = rf"^cannot lock {tmp_path / 'lock'}: not here; {advice}$"
+        with pytest.raises(ArtifactError, match=message), locked(tmp_path / "lock", "a run"):
+            pytest.fail("the block must not run")
+    with locked(tmp_path / "lock", "a run"):
+        pass
 
 
 def test_a_forked_child_that_outlives_the_owner_of_a_lock_does_not_keep_it(tmp_path: Path) -> None:

@@ -26,17 +26,8 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda:1")
 
 
 def settings() -> tuple[bool, bool, bool]:
-    return (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-        torch.backends.cudnn.benchmark,
-    )
-
-
-def fail_within(seen: list[tuple[bool, bool, bool]]) -> None:
-    with deterministic(True, CPU):
-        seen.append(settings())
-        raise KeyError
+    deterministic, warning = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
+    return deterministic, torch.is_deterministic_algorithms_warn_only_enabled(), warning
 
 
 @pytest.mark.parametrize("before", [(False, False, True), (True, False, False), (True, True, True)])
@@ -46,9 +37,9 @@ def test_settings_are_as_they_were_after_an_error_too(before, monkeypatch):
     try:
         with deterministic(False, CPU):
             assert settings() == before
-        with pytest.raises(KeyError):
-            fail_within(seen := [])
-        assert seen == [(True, True, False)]
+        with contextlib.suppress(KeyError), deterministic(True, CPU):
+            assert settings() == (True, True, False)
+            raise KeyError
         assert settings() == before
     finally:
         torch.use_deterministic_algorithms(False)
@@ -66,13 +57,7 @@ def test_a_run_is_deterministic_if_its_recipe_says_so(wanted, project, monkeypat
 
     run(asked, progress=progress)
     rules = {"prune": asked["prune"], "deterministic": wanted}
-    prune(
-        tiny_model("llama"),
-        None,
-        rules,
-        calibration=tiny_tokens(),
-        progress=progress,
-    )
+    prune(tiny_model("llama"), None, rules, calibration=tiny_tokens(), progress=progress)
     assert {*seen} == {wanted}
     assert not torch.are_deterministic_algorithms_enabled()
 
@@ -208,27 +193,16 @@ def test_settings_of_the_environment_are_left_alone(name, value, calls, monkeypa
     assert calls == []
 
 
-KEPT = [("mallopt", -3, 2**25), ("mallopt", -1, -1)]
-RETURNED = [("mallopt", -3, 2**25), ("mallopt", -1, 2**26), ("malloc_trim", 0)]
-
-
-def test_the_first_run_sets_and_the_last_one_restores(calls):
+def test_what_is_freed_is_kept_within_and_returned_at_the_end(calls):
     with reuse_freed_memory():
-        with reuse_freed_memory():
-            pass
-        assert calls == [*KEPT, RETURNED[-1]]
-    assert calls == [*KEPT, RETURNED[-1], *RETURNED]
+        assert calls == [("mallopt", -3, 2**25), ("mallopt", -1, -1)]
+        calls.clear()
+    assert calls == [("mallopt", -1, 2**26), ("malloc_trim", 0)]
 
 
-@pytest.mark.parametrize("system", ["darwin", "win32"])
-def test_other_systems_are_left_alone(system, monkeypatch):
+@pytest.mark.parametrize(("system", "library"), [("darwin", None), ("win32", None), ("linux", lambda _: object())])
+def test_other_systems_and_other_c_libraries_are_left_alone(system, library, monkeypatch):
     monkeypatch.setattr(sys, "platform", system)
-    monkeypatch.setattr(modes.ctypes, "CDLL", None)
-    with reuse_freed_memory():
-        return_freed_memory()
-
-
-def test_a_c_library_without_these_functions_is_left_alone(monkeypatch):
-    monkeypatch.setattr(modes.ctypes, "CDLL", lambda _: object())
+    monkeypatch.setattr(modes.ctypes, "CDLL", library)
     with reuse_freed_memory():
         return_freed_memory()
