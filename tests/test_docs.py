@@ -40,7 +40,7 @@ from compressx.api.record import (
     UnitReport,
 )
 from compressx.pipeline.sweep import grid
-from compressx.plugins.discovery import LoadTable, plugin_table
+from compressx.plugins.discovery import LoadTable, PluginTable
 from compressx.plugins.manager import load_plugins
 from compressx.recipe.schema import Recipe, load_recipe
 from compressx.recipe.sections import (
@@ -113,7 +113,7 @@ def test_every_hook_and_its_arguments_are_named_in_the_plugin_guide():
 def test_every_key_of_plugins_toml_is_shown_in_the_plugin_guide():
     shown = "\n".join(_blocks(_WRITE_MD, "toml"))
 
-    fields = {**LoadTable.model_fields, **plugin_table().model_fields}
+    fields = {**LoadTable.model_fields, **PluginTable.model_fields}
     for key in (field.alias or name for name, field in fields.items()):
         assert re.search(rf"^{key} = ", shown, flags=re.MULTILINE), key
 
