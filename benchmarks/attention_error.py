@@ -32,7 +32,7 @@ from compressx.models.architecture import survey
 from compressx.models.blockwise import advance, capture, each_block, passes
 from compressx.numerics import admm
 from compressx.numerics.least_squares import Metric
-from compressx.pruners.alps import ALPSOptions
+from compressx.pruners.hessian import HessianOptions
 from compressx_attnprune import baselines, layer, solver
 from compressx_attnprune.attention import Pair
 from compressx_attnprune.baselines import Budget
@@ -94,7 +94,7 @@ def sparsegpt_layer(case: Case) -> Pair:
 def alps(case: Case) -> Pair:
     """ALPS (arXiv 2406.07831), one threshold for a weight, as published, with the pruner's defaults."""
     x = case.layer.inputs.x.flatten(0, 1).double()
-    metric = Metric.of((x.T @ x).float(), ALPSOptions().damping)
+    metric = Metric.of((x.T @ x).float(), HessianOptions().damping)
     pattern = Unstructured(case.sparsity, "layer")
     problems = (admm.Problem(w, metric, pattern) for w in case.layer.dense)
     query, key = (admm.prune({"weight": problem})["weight"].weight for problem in problems)

@@ -16,10 +16,9 @@ import output
 import pytest
 import torch
 from experiment import OURS, QUICK, Figure, Point, Settings
+from tests.compressx.built_in import BUILT_IN
 
 from compressx import FeatureNorms, Hessian, Unstructured
-from compressx.pruners.sparsegpt import SparseGPT, SparseGPTOptions
-from compressx.pruners.wanda import Wanda
 
 FACTORS = ["Wanda on factors", "SparseGPT on factors"]
 TINY = Settings(
@@ -132,12 +131,13 @@ def test_the_baselines_on_factors_are_the_projects_own_pruners():
         norms, hessian = FeatureNorms(WIDTH), Hessian(WIDTH)
         norms.update(x[None])
         hessian.update(x[None])
-        by_wanda = Wanda().prune(block, dict.fromkeys(weights, Unstructured(sparsity)), dict.fromkeys(weights, norms))
+        wanda = BUILT_IN["wanda"].build(BUILT_IN["wanda"].options())
+        by_wanda = wanda.prune(block, dict.fromkeys(weights, Unstructured(sparsity)), dict.fromkeys(weights, norms))
         masked = {n: w * by_wanda[n].keep for n, w in weights.items()}
         expected = masked["q"].T @ masked["k"]
         torch.testing.assert_close(experiment.wanda_factors(drawn, sparsity)[seed], expected)
 
-        sparsegpt = SparseGPT(SparseGPTOptions())
+        sparsegpt = BUILT_IN["sparsegpt"].build(BUILT_IN["sparsegpt"].options())
         by_sparsegpt = sparsegpt.prune(
             block, dict.fromkeys(weights, Unstructured(sparsity, "layer")), dict.fromkeys(weights, hessian),
             dict.fromkeys(weights, sparsegpt.prepare(block, "q", hessian)),

@@ -399,7 +399,7 @@ def _shown_plugins() -> list[tuple[str, str]]:
         (page.name, block)
         for page in (_ROOT / "README.md", _ROOT / "docs/write-a-pruner.md")
         for block in _blocks(page.read_text(encoding="utf-8"), "python")
-        if "def compressx_pruners" in block
+        if "def compressx_pruners" in block or "@score_pruner" in block
     ]
 
 
@@ -412,7 +412,7 @@ def test_both_pages_show_a_plugin():
 def test_a_plugin_that_a_page_shows_prunes_a_model(page, source, model, monkeypatch):
     module = re.match(r"# (\w+)\.py\n", source)
     assert module is not None, "the block says what its file is called"
-    [name] = re.findall(r'PrunerSpec\(\s*(?:name=)?"([\w-]+)"', source)
+    [name] = re.findall(r'(?:PrunerSpec|score_pruner)\(\s*(?:name=)?"([\w-]+)"', source)
     Path(f"{module[1]}.py").write_text(source, encoding="utf-8")
     Path("recipe.yaml").write_text(
         f"model: ./tiny\ncalibration: {{dataset: {_TEXT_FILE}, samples: 4, sequence_length: 16}}\nprune:\n"
@@ -428,7 +428,7 @@ def test_a_plugin_that_a_page_shows_prunes_a_model(page, source, model, monkeypa
 
 @pytest.mark.slow
 def test_the_plugin_guide_shows_tests_that_pass(project, monkeypatch):
-    [plugin] = _blocks(_WRITE_MD, "python")
+    [plugin, _] = _blocks(_WRITE_MD, "python")
     tests = [block for block in _blocks(_WRITE_MD, "py") if "def test_" in block]
     (project / "my_pruner.py").write_text(plugin, encoding="utf-8")
     monkeypatch.syspath_prepend(str(project))

@@ -40,6 +40,7 @@ from compressx.api.pruner import Statistic as Statistic
 from compressx.api.record import BlockReport as BlockReport
 from compressx.api.record import LayerReport as LayerReport
 from compressx.api.record import RunReport as RunReport
+from compressx.api.scores import score_pruner as score_pruner
 from compressx.api.selector import AttentionRows as AttentionRows
 from compressx.api.selector import ModelFacts as ModelFacts
 from compressx.api.selector import Needle as Needle

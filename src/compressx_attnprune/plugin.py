@@ -24,7 +24,7 @@ from compressx import (
     count_dropped,
     hookimpl,
 )
-from compressx.numerics.obs import NotPositiveDefiniteError
+from compressx.numerics.obs import refused
 from compressx_attnprune import baselines, layer, solver
 from compressx_attnprune.attention import attention_matrices, queries_and_keys
 from compressx_attnprune.baselines import Budget
@@ -91,10 +91,8 @@ class AttnPrune:
         projections = layer.projections_of(block)
         _refuse_unlike_inputs(projections, stats)
         ready = prepared[projections.query.name]
-        try:
+        with refused(projections.query.name):
             solution = solver.solve(ready.layer, _budget(projections, patterns), self.options)
-        except NotPositiveDefiniteError as error:
-            raise CalibrationError(f"{projections.query.name}: {error}") from error
         info = _errors(ready, solution)
         if solution.fell_back:
             info["fell_back"] = 1.0
@@ -191,9 +189,7 @@ def _of_rows(pattern: Pattern, rows: Rows) -> Pattern:
 
 def _of_others(pattern: Pattern, rows: Rows) -> Pattern:
     """Return the pattern of rows beside queries or keys, which compete with each other only."""
-    if isinstance(pattern, Unstructured) and pattern.group == "joint":
-        return Unstructured(pattern.sparsity, "layer")
-    return _of_rows(pattern, rows)
+    return Unstructured(pattern.sparsity, "layer") if pattern.joint else _of_rows(pattern, rows)
 
 
 def _errors(prepared: _PreparedLayer, solution: QueryKeySolution) -> dict[str, float]:

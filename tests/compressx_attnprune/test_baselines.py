@@ -6,13 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from tests.compressx.built_in import BUILT_IN
 from torch import Tensor, nn
 
 from compressx import NM, Block, FixedMask, Linear, Pattern, Pruner, PruneResult, Unstructured
 from compressx.blocks.contract import answer_of
 from compressx.blocks.observe import Observed
-from compressx.pruners.sparsegpt import SparseGPT, SparseGPTOptions
-from compressx.pruners.wanda import Wanda
 from compressx_attnprune import baselines
 from compressx_attnprune.attention import Pair
 from compressx_attnprune.baselines import Budget, InputStatistics
@@ -36,6 +35,10 @@ def weights() -> Pair:
     return torch.randn(OUT[0], WIDTH, generator=generator), 0.4 * torch.randn(OUT[1], WIDTH, generator=generator)
 
 
+def hosts(name: str) -> Pruner:
+    return BUILT_IN[name].build(BUILT_IN[name].options())
+
+
 def prune(pruner: Pruner, weights: Pair, x: Tensor, patterns: tuple[Pattern, Pattern]) -> list[PruneResult]:
     """Let one of the host's pruners prune both weights as linears of a block."""
     linears = {}
@@ -56,7 +59,7 @@ def prune(pruner: Pruner, weights: Pair, x: Tensor, patterns: tuple[Pattern, Pat
 def test_wanda_is_the_hosts_where_rows_or_groups_have_their_own_budget(pattern: Pattern, x: Tensor, weights: Pair):
     keeps, pruned = baselines.wanda(weights, InputStatistics(x), Budget(pattern, pattern))
     for host, keep, weight, dense in zip(
-        prune(Wanda(), weights, x, (pattern, pattern)), keeps, pruned, weights, strict=True
+        prune(hosts("wanda"), weights, x, (pattern, pattern)), keeps, pruned, weights, strict=True
     ):
         assert torch.equal(keep, host.keep)
         assert torch.equal(weight, dense * keep)
@@ -84,8 +87,8 @@ def like_sparsegpt(weights: Pair, x: Tensor, patterns: tuple[Pattern, Pattern]) 
 )  # fmt: skip
 def test_sparsegpt_chooses_and_updates_as_the_hosts_does(patterns: Any, x: Tensor, weights: Pair):
     keeps, pruned = like_sparsegpt(weights, x, patterns)
-    hosts = prune(SparseGPT(SparseGPTOptions()), weights, x, patterns)
-    for host, keep, weight in zip(hosts, keeps, pruned, strict=True):
+    theirs = prune(hosts("sparsegpt"), weights, x, patterns)
+    for host, keep, weight in zip(theirs, keeps, pruned, strict=True):
         assert torch.equal(keep, host.keep)
         assert not weight[~keep].any()
         torch.testing.assert_close(weight, host.weight, rtol=1e-4, atol=1e-4)
@@ -97,11 +100,11 @@ def test_features_that_never_fire_are_dropped_first_as_by_the_hosts_pruners(x: T
     for keeps, host in (
         (
             baselines.wanda(weights, InputStatistics(x), Budget(pattern, pattern))[0],
-            prune(Wanda(), weights, x, (pattern, pattern)),
+            prune(hosts("wanda"), weights, x, (pattern, pattern)),
         ),
         (
             baselines.sparsegpt(weights, InputStatistics(x), Budget(pattern, pattern))[0],
-            prune(SparseGPT(SparseGPTOptions()), weights, x, (pattern, pattern)),
+            prune(hosts("sparsegpt"), weights, x, (pattern, pattern)),
         ),
     ):
         for keep, result in zip(keeps, host, strict=True):

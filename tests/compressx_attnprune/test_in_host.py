@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.compressx.built_in import BUILT_IN
 from tests.compressx_attnprune.pruning import OF_MODE
 from tests.pairs import pairs
 
@@ -15,12 +16,11 @@ from compressx.blocks.prune import PrunedBlock, prune_model
 from compressx.models.access import InMemory
 from compressx.models.architecture import survey
 from compressx.planning.plan import Plan, PlannedLinear, PlannedRule
-from compressx.pruners import magnitude, wanda
 from compressx.testing import tiny_model, tiny_tokens
 from compressx_attnprune import plugin
 
 SPEC = plugin.compressx_pruners()[0]
-WANDA, MAGNITUDE = (module.compressx_pruners()[0] for module in (wanda, magnitude))
+WANDA, MAGNITUDE = BUILT_IN["wanda"], BUILT_IN["magnitude"]
 TARGETS = ("q_proj", "k_proj", "c_attn", "query_key_value", "qkv_proj")
 BATCHES = tiny_tokens(sequences=16).split(4)
 ENOUGH = tiny_tokens(sequences=64).split(4)

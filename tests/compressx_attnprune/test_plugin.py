@@ -237,7 +237,7 @@ def test_activations_without_a_usable_hessian_name_the_layer(architecture: str, 
 
     recorded = blocks.record(architecture)
     monkeypatch.setattr(baselines, "inverse_cholesky", fail)
-    with pytest.raises(CalibrationError, match=rf"{blocks.targets(recorded.block)[0]}: no factor"):
+    with pytest.raises(NotPositiveDefiniteError, match=rf"{blocks.targets(recorded.block)[0]}: no factor"):
         prune(recorded, HALF)
 
 

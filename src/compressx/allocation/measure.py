@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from compressx.allocation.units import Unit
-from compressx.api.patterns import Asked
+from compressx.api.patterns import RulePattern
 from compressx.api.pruner import Block, Linear
 from compressx.api.statistics import FeatureNorms
 from compressx.blocks.fisher import divergences, gradients
@@ -35,7 +35,7 @@ from compressx.runtime.finite import refuse_damage
 from compressx.runtime.ranks import ALONE
 from compressx.runtime.transfer import to_device
 
-Patterns: TypeAlias = Mapping[PlannedRule, Mapping[str, Asked]]
+Patterns: TypeAlias = Mapping[PlannedRule, Mapping[str, RulePattern]]
 """What each linear has to become, by the rule that took it and by name."""
 
 _T = TypeVar("_T")

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
 
-from compressx.api.patterns import NM, Asked, Structured, Unstructured, nearest, zeros_in
+from compressx.api.patterns import NM, RulePattern, Structured, Unstructured, of_units
 from compressx.planning.plan import Plan, PlannedLinear, PlannedRule
 from compressx.recipe.sections import MAX_SPARSITY, Sharing
 from compressx.runtime.errors import RecipeError
@@ -38,7 +38,7 @@ class Part:
     linears: tuple[PlannedLinear, ...]
 
     @property
-    def pattern(self) -> Asked:
+    def pattern(self) -> RulePattern:
         """The kind of pattern."""
         return self.linears[0].pattern
 
@@ -52,13 +52,10 @@ class Part:
         """Granularity of the number of zeros: one in each group of weights that compete, or a multiple of units."""
         pattern = self.pattern
         if isinstance(pattern, Structured):
-            sets = [p for x in self.linears if isinstance(p := x.pattern, Structured)]
+            sets = of_units(x.pattern for x in self.linears)
             return self.weights // math.gcd(*(p.units.count // p.multiple for p in sets))
-        if isinstance(pattern, NM):
-            return self.weights // pattern.of
-        if pattern.group == "joint":
-            return 1
-        return self.weights // math.gcd(*(x.shape[1] if pattern.group == "row" else x.weights for x in self.linears))
+        sizes = [groups[0] for x in self.linears if (groups := x.pattern.groups(*x.shape))]
+        return self.weights // math.gcd(*sizes) if sizes else 1
 
     def most(self) -> int:
         """Return the largest number of zeros; at least one weight is kept in each group that competes."""
@@ -117,14 +114,14 @@ class Unit:
         """Granularity of the number of zeros where whole units are all that goes; 1 elsewhere."""
         return self.parts[0].step if len(self.parts) == 1 and isinstance(self.parts[0].pattern, Structured) else 1
 
-    def at(self, sparsity: float) -> tuple[float, dict[PlannedRule, dict[str, Asked]]]:
+    def at(self, sparsity: float) -> tuple[float, dict[PlannedRule, dict[str, RulePattern]]]:
         """Return the total sparsity and the patterns, by rule and name, that are nearest to a sparsity."""
-        patterns: dict[PlannedRule, dict[str, Asked]] = defaultdict(dict)
+        patterns: dict[PlannedRule, dict[str, RulePattern]] = defaultdict(dict)
         for part in self.parts:
             steps = min(max(round(sparsity * part.weights / part.step), 1), part.most() // part.step)
             for x in part.linears:
                 whole = isinstance(x.pattern, Structured)  # all sets at a sparsity that each of them has
-                patterns[x.rule][x.name] = nearest(x.pattern, steps * part.step / part.weights if whole else sparsity)
+                patterns[x.rule][x.name] = x.pattern.at(steps * part.step / part.weights if whole else sparsity)
         reached = {x.name: patterns[x.rule][x.name].sparsity for x in self.linears}
         if len(set(reached.values())) > 1:
             sparsity = sum(reached[x.name] * x.weights for x in self.linears) / self.weights
@@ -143,8 +140,7 @@ def units_of(plan: Plan, kind: Sharing) -> tuple[Unit, ...]:
 
 def _tied(linear: PlannedLinear) -> bool:
     """Return whether all linears of the rule in this block must share one pattern."""
-    joint = isinstance(linear.pattern, Unstructured) and linear.pattern.group == "joint"
-    return joint or isinstance(linear.pattern, Structured) or not linear.rule.separable
+    return linear.pattern.together or not linear.rule.separable
 
 
 def _sharing(units: Sequence[Unit]) -> list[list[Unit]]:
@@ -233,7 +229,7 @@ def zeros_of(linears: Iterable[PlannedLinear]) -> int:
     count = 0
     joint: dict[object, float] = defaultdict(float)
     for x in linears:
-        zeros = zeros_in(x.pattern, *x.shape)
+        zeros = x.pattern.zeros(*x.shape)
         count += zeros or 0
         if zeros is None:
             units = x.pattern if isinstance(x.pattern, Structured) else None

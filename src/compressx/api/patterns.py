@@ -11,9 +11,9 @@ expert, and a decoder block, all rows of its linears.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, Self, TypeAlias, get_args
 
 import numpy as np
 import torch
@@ -127,8 +127,39 @@ class Units:
 Group: TypeAlias = Literal["row", "layer", "joint"]
 
 
+class _Pattern:
+    """What patterns say of themselves, each that knows more than this anew."""
+
+    @property
+    def asked(self) -> Self | RulePattern:
+        """What a rule asks for: the pattern itself, of a given mask the one that it was selected for."""
+        return self
+
+    @property
+    def joint(self) -> bool:
+        """Whether several linears share one budget of zeros."""
+        return False
+
+    @property
+    def together(self) -> bool:
+        """Whether linears have to be decided together: they share a budget, or parts of the same units."""
+        return self.joint
+
+    def groups(self, _rows: int, _columns: int) -> tuple[int, int] | None:
+        """Return how many consecutive weights of a linear compete, and how many of them are dropped, in each group.
+
+        None where only a total over several linears is fixed.
+        """
+        return None
+
+    def zeros(self, rows: int, columns: int) -> int | None:
+        """Count the zeros in one weight [rows, columns]; None where only a total over several linears is fixed."""
+        groups = self.groups(rows, columns)
+        return None if groups is None else rows * columns // groups[0] * groups[1]
+
+
 @dataclass(frozen=True)
-class Unstructured:
+class Unstructured(_Pattern):
     """Zeros anywhere within a group.
 
     Attributes:
@@ -144,12 +175,26 @@ class Unstructured:
         if not 0.0 <= self.sparsity <= 1.0:
             raise ValueError(f"sparsity is the fraction of zeros and lies in [0, 1], got {self.sparsity}")
 
+    @property
+    def joint(self) -> bool:
+        """Whether all linears that one rule names in a block share one budget."""
+        return self.group == "joint"
+
+    def groups(self, rows: int, columns: int) -> tuple[int, int] | None:
+        """Return a row's number of weights, or that of all, and how many of them are dropped."""
+        weights = columns if self.group == "row" else rows * columns
+        return None if self.joint else (weights, count_dropped(self.sparsity, weights))
+
+    def at(self, sparsity: float) -> Unstructured:
+        """Return the pattern at another sparsity."""
+        return Unstructured(sparsity, self.group)
+
     def __str__(self) -> str:
         return f"{100 * self.sparsity:.6g}% {self.group}"
 
 
 @dataclass(frozen=True)
-class NM:
+class NM(_Pattern):
     """N:M sparsity: of every `of` consecutive input features, `keep` survive.
 
     Published tools disagree on what the first number counts; here it is the weights that are *kept*.
@@ -167,12 +212,22 @@ class NM:
         """Fraction of zeros."""
         return 1.0 - self.keep / self.of
 
+    def groups(self, _rows: int, columns: int) -> tuple[int, int]:
+        """Return M, and how many of so many weights are dropped; ValueError where M does not divide the columns."""
+        if columns % self.of:
+            raise ValueError(f"in_features {columns} is not divisible by {self.of} (pattern {self})")
+        return self.of, self.of - self.keep
+
+    def at(self, sparsity: float) -> NM:
+        """Return the pattern with this M and 1 <= N < M that is nearest to a sparsity."""
+        return NM(self.of - min(max(round(sparsity * self.of), 1), self.of - 1), self.of)
+
     def __str__(self) -> str:
         return f"{self.keep}:{self.of}"
 
 
 @dataclass(frozen=True)
-class Structured:
+class Structured(_Pattern):
     """Whole units of the architecture, all rows and columns that they own.
 
     Linears of the same units get the same pattern object, and have to be decided together.
@@ -199,12 +254,22 @@ class Structured:
         asked = count_dropped(self.sparsity, self.units.count)
         return round(asked / self.multiple) * self.multiple
 
+    @property
+    def together(self) -> bool:
+        """True: a unit has rows and columns of several linears."""
+        return True
+
+    def at(self, sparsity: float) -> Structured:
+        """Return the pattern at the nearest sparsity at which one multiple goes and one is left; a single one is."""
+        count, one = self.units.count, self.multiple
+        return replace(self, sparsity=min(max(replace(self, sparsity=sparsity).dropped, one), count - one) / count)
+
     def __str__(self) -> str:
         return f"{self.units.count - self.dropped} of {self.units.count} {self.unit}"
 
 
 @dataclass(frozen=True, eq=False)
-class FixedMask:
+class FixedMask(_Pattern):
     """A mask that is given: how a recipe hands one pruner's selection to another that only reconstructs.
 
     Attributes:
@@ -213,52 +278,42 @@ class FixedMask:
     """
 
     keep: Tensor
-    chosen_as: Asked
+    chosen_as: RulePattern
 
     @property
     def sparsity(self) -> float:
         """Fraction of zeros that the selection was asked for."""
         return self.chosen_as.sparsity
 
+    @property
+    def asked(self) -> RulePattern:
+        """The pattern that it was selected for."""
+        return self.chosen_as
+
     def __str__(self) -> str:
         return str(self.chosen_as)
 
 
-Asked: TypeAlias = Unstructured | NM | Structured
-"""What a recipe can ask of a linear."""
+RulePattern: TypeAlias = Unstructured | NM | Structured
+"""What a rule of a recipe can ask of a linear."""
 
-Pattern: TypeAlias = Asked | FixedMask
+Pattern: TypeAlias = RulePattern | FixedMask
 
 
 def competing(patterns: Mapping[str, Pattern]) -> list[str]:
     """Name the linears that share one budget of zeros, those with `joint` patterns."""
-    return [name for name, p in patterns.items() if isinstance(p, Unstructured) and p.group == "joint"]
+    return [name for name, p in patterns.items() if p.joint]
 
 
-def is_together(patterns: Mapping[str, Pattern]) -> bool:
-    """Say whether linears have to be decided together: they share a budget, or parts of the same units."""
-    return bool(competing(patterns)) or any(isinstance(p, Structured) for p in patterns.values())
+def of_units(patterns: Iterable[Pattern]) -> list[Structured]:
+    """Return the patterns of units among some, one for each set of units that compete."""
+    return list({id(p.units): p for p in patterns if isinstance(p, Structured)}.values())
 
 
 def allocated_form(pattern: str) -> str:
     """Write a pattern without the sparsity that was chosen: `allocated row` of `50% row`, `allocated N:4` of `2:4`."""
     keep, colon, of = pattern.partition(":")
     return f"allocated N:{of}" if colon else f"allocated {keep.split()[-1]}"
-
-
-def nearest(pattern: Asked, sparsity: float) -> Asked:
-    """Return a pattern of the same kind at another sparsity.
-
-    Of an N:M one M stays, and 1 <= N < M is the nearest. Of units one multiple goes and one stays, at least; a single
-    one stays.
-    """
-    if isinstance(pattern, Structured):
-        count, one = pattern.units.count, pattern.multiple
-        dropped = min(max(replace(pattern, sparsity=sparsity).dropped, one), count - one)
-        return replace(pattern, sparsity=dropped / count)
-    if isinstance(pattern, Unstructured):
-        return Unstructured(sparsity, pattern.group)
-    return NM(pattern.of - min(max(round(sparsity * pattern.of), 1), pattern.of - 1), pattern.of)
 
 
 def count_dropped(sparsity: float, weights: int) -> int:
@@ -269,31 +324,9 @@ def count_dropped(sparsity: float, weights: int) -> int:
     return round(sparsity * weights)
 
 
-def groups_of(pattern: Pattern, in_features: int) -> tuple[int, int] | None:
-    """Return how many consecutive input features a group of `pattern` has, and how many of them it keeps; or None."""
-    if isinstance(pattern, NM):
-        return pattern.of, pattern.keep
-    if isinstance(pattern, Unstructured) and pattern.group == "row":
-        return in_features, in_features - count_dropped(pattern.sparsity, in_features)
-    return None
-
-
 def sparsity_of(keep: Tensor) -> float:
     """Count the fraction of zeros in a mask."""
     return 1.0 - torch.count_nonzero(keep).item() / keep.numel()
-
-
-def zeros_in(pattern: Pattern, out_features: int, in_features: int) -> int | None:
-    """Count the zeros that `pattern` puts into one weight; None where only a total over several linears is fixed."""
-    if isinstance(pattern, FixedMask):
-        return int(pattern.keep.numel() - pattern.keep.sum())
-    if isinstance(pattern, NM):
-        return out_features * (in_features // pattern.of) * (pattern.of - pattern.keep)
-    if isinstance(pattern, Structured) or pattern.group == "joint":
-        return None
-    if pattern.group == "row":
-        return out_features * count_dropped(pattern.sparsity, in_features)
-    return count_dropped(pattern.sparsity, out_features * in_features)
 
 
 def keep_mask(scores: Tensor, pattern: Pattern, *, known_finite: bool = False) -> Tensor:
@@ -311,22 +344,14 @@ def keep_mask(scores: Tensor, pattern: Pattern, *, known_finite: bool = False) -
         ValueError: scores that are not finite, in_features not divisible by the pattern's `of`, or units, which own
             several linears: see `keep_masks`.
     """
-    rows, columns = scores.shape
     if isinstance(pattern, FixedMask):
         return pattern.keep
     if isinstance(pattern, Structured):
         raise ValueError(  # noqa: TRY004 - a pattern like others, asked for the wrong way
             f"{pattern.units} own several linears; take keep_masks, with the scores of all of them"
         )
-    if isinstance(pattern, NM):
-        if columns % pattern.of:
-            raise ValueError(f"in_features {columns} is not divisible by {pattern.of} (pattern {pattern})")
-        shaped, count = scores.reshape(-1, pattern.of), pattern.of - pattern.keep
-    elif pattern.group == "row":
-        shaped, count = scores, count_dropped(pattern.sparsity, columns)
-    else:
-        shaped, count = scores.reshape(1, -1), count_dropped(pattern.sparsity, scores.numel())
-    return drop_lowest(shaped, count, known_finite=known_finite).view(rows, columns)
+    groups = pattern.groups(*scores.shape) or (scores.numel(), count_dropped(pattern.sparsity, scores.numel()))
+    return drop_lowest(scores.reshape(-1, groups[0]), groups[1], known_finite=known_finite).view(scores.shape)
 
 
 def keep_masks(
@@ -348,10 +373,8 @@ def keep_masks(
         ValueError: as `keep_mask`, or joint patterns that differ in sparsity.
     """
     joint = competing(patterns)
-    structured = {id(p.units): p for p in patterns.values() if isinstance(p, Structured)}
-    single = [n for n, p in patterns.items() if n not in joint and not isinstance(p, Structured)]
-    masks = {n: keep_mask(scores[n], patterns[n], known_finite=known_finite) for n in single}
-    for pattern in structured.values():
+    masks = {n: keep_mask(scores[n], p, known_finite=known_finite) for n, p in patterns.items() if not p.together}
+    for pattern in of_units(patterns.values()):
         kept = drop_lowest(pattern.units.summed(scores)[None], pattern.dropped, known_finite=known_finite)[0]
         masks |= pattern.units.masks(kept, {n: (len(x), x.shape[1]) for n, x in scores.items()})
     if joint:

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from compressx.api.patterns import FixedMask, Pattern, Structured, competing, count_dropped, groups_of, zeros_in
+from compressx.api.patterns import FixedMask, Pattern, Structured, competing, count_dropped, of_units
 from compressx.api.pruner import AnyPruner, Block, Linear, PreparingPruner, PruneResult
 from compressx.blocks.observe import Observed
 from compressx.masks.file import MaskEntry
@@ -216,8 +216,8 @@ def check_numbers(
         PluginError: the message names plugin and linear, or the module of units.
     """
     # Of a mask that was fixed, too: a pruner could change it in place.
-    chosen = {n: p.chosen_as if isinstance(p, FixedMask) else p for n, p in patterns.items()}
-    structured = {p.units.fqn: p for p in chosen.values() if isinstance(p, Structured)}
+    chosen = {n: p.asked for n, p in patterns.items()}
+    structured = {p.units.fqn: p for p in of_units(chosen.values())}
     asked: dict[tuple[str, str], Tensor] = {}
     for name, result in results.items():
         asked |= {(what, name): x for what, x in _counted(patterns[name], block.linears[name], result).items()}
@@ -251,10 +251,12 @@ def refuse_lost_zeros(block: Block, masks: Mapping[str, MaskEntry]) -> None:
 def _counted(pattern: Pattern, linear: Linear, result: PruneResult) -> dict[str, Tensor]:
     asked = {}
     if isinstance(pattern, FixedMask):
-        asked["others"], pattern = (result.keep != pattern.keep).sum(), pattern.chosen_as
-    if groups := groups_of(pattern, result.keep.shape[1]):
+        asked["others"] = (result.keep != pattern.keep).sum()
+    groups = pattern.asked.groups(*result.keep.shape)
+    if groups and groups[0] <= result.keep.shape[1]:  # within rows
+        kept = groups[0] - groups[1]
         least, most = count_in_groups(result.keep, groups[0]).aminmax()
-        asked["misplaced"] = (least != groups[1]) | (most != groups[1])
+        asked["misplaced"] = (least != kept) | (most != kept)
     else:
         asked["zeros"] = result.keep.numel() - torch.count_nonzero(result.keep)  # a sixth of the time of a sum
     if result.weight is not None:
@@ -266,14 +268,14 @@ def _counted(pattern: Pattern, linear: Linear, result: PruneResult) -> dict[str,
 
 def _check_linear(who: str, pattern: Pattern, linear: Linear, result: PruneResult, found: _Found) -> None:
     name, dtype = linear.name, linear.held.dtype
-    if isinstance(pattern, FixedMask):
-        if found["others", name]:
-            raise PluginError(f"{who}: a reconstructing pruner must return the mask that it was given")
-        pattern = pattern.chosen_as
-    if groups := groups_of(pattern, result.keep.shape[1]):
+    if found.get(("others", name)):
+        raise PluginError(f"{who}: a reconstructing pruner must return the mask that it was given")
+    groups = pattern.asked.groups(*result.keep.shape)
+    if groups and groups[0] <= result.keep.shape[1]:
         if found["misplaced", name]:
-            raise PluginError(f"{who}: pattern {pattern} means that {misplaced_groups(result.keep, *groups)}")
-    elif (expected := zeros_in(pattern, *result.keep.shape)) not in (None, zeros := found["zeros", name]):
+            wrong = misplaced_groups(result.keep, groups[0], groups[0] - groups[1])
+            raise PluginError(f"{who}: pattern {pattern} means that {wrong}")
+    elif (expected := pattern.asked.zeros(*result.keep.shape)) not in (None, zeros := found["zeros", name]):
         raise PluginError(f"{who}: pattern {pattern} means {expected} zeros of {result.keep.numel()}, got {zeros}")
     # A sum that is not finite may have overflowed.
     damaged = result.weight is not None and not found["finite", name]

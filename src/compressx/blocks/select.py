@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from compressx.api.patterns import Asked, FixedMask, Pattern, is_together
+from compressx.api.patterns import FixedMask, Pattern, RulePattern
 from compressx.api.pruner import AnyPruner, Block, Linear, PruneResult, Statistic, statistic_of
 from compressx.blocks.contract import Checksums, ask
 from compressx.blocks.exchange import combine, exchange
@@ -30,7 +30,7 @@ from compressx.runtime.timing import synchronize
 Built: TypeAlias = Mapping[PlannedRule, tuple[AnyPruner, AnyPruner | None]]
 """The pruners of each rule: the selecting one, and the reconstructing one if there is one."""
 
-ByRule: TypeAlias = Mapping[PlannedRule, Mapping[str, Asked]]
+ByRule: TypeAlias = Mapping[PlannedRule, Mapping[str, RulePattern]]
 """What each of a rule's linears in one block has to become, by name."""
 
 Stats: TypeAlias = dict[str, dict[str, Observed]]
@@ -183,9 +183,9 @@ def _device(block: Block) -> torch.device:
     return next(iter(block.linears.values())).held.device
 
 
-def _split(rule: PlannedRule, patterns: Mapping[str, Asked], stats: Stats) -> list[list[str]]:
+def _split(rule: PlannedRule, patterns: Mapping[str, RulePattern], stats: Stats) -> list[list[str]]:
     """Split a rule's linears so that each part can be decided by itself; those that share statistics stay together."""
-    if not rule.separable or is_together(patterns):
+    if not rule.separable or any(p.together for p in patterns.values()):
         return [list(patterns)]
     groups: dict[tuple[object, ...], list[str]] = {}
     for name in patterns:
@@ -197,7 +197,7 @@ def decide(
     rule: PlannedRule,
     built: tuple[AnyPruner, AnyPruner | None],
     block: Block,
-    patterns: Mapping[str, Asked],
+    patterns: Mapping[str, RulePattern],
     stats: Stats,
     untouched: Checksums,
     kept: PreparedValues | None = None,

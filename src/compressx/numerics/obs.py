@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from compressx.api.patterns import NM, NOT_FINITE, FixedMask, Pattern, Structured, count_dropped, drop_lowest
-from compressx.api.statistics import Hessian
 from compressx.runtime.errors import UnsupportedModelError
 from compressx.runtime.finite import all_finite
 
@@ -37,7 +36,7 @@ _RAISES = 5
 NOT_FINITE_HESSIAN = "the Hessian has NaN or infinite entries, as the calibration activations do"
 
 
-class NotPositiveDefiniteError(ValueError):
+class NotPositiveDefiniteError(UnsupportedModelError):
     """The Hessian has no Cholesky factor even after the damping was raised."""
 
 
@@ -105,23 +104,13 @@ def inverse_cholesky_of(fresh: Callable[[], Tensor], damping: float = 0.01) -> t
     )
 
 
-def factored(name: str, hessian: Hessian, damping: float) -> tuple[Tensor, float]:
-    """Return what `inverse_cholesky` returns, of a statistic.
-
-    Raises:
-        UnsupportedModelError: when there is no factor; the message begins with the linear's name.
-    """
-    with refused(name):
-        return inverse_cholesky_of(hessian.assembled, damping)
-
-
 @contextmanager
 def refused(name: str) -> Iterator[None]:
     """Tell users of which linear's Hessian a `NotPositiveDefiniteError` is."""
     try:
         yield
     except NotPositiveDefiniteError as error:
-        raise UnsupportedModelError(f"{name}: {error}") from error
+        raise NotPositiveDefiniteError(f"{name}: {error}") from error
 
 
 def damp_(matrix: Tensor, damping: float) -> None:
@@ -180,8 +169,7 @@ def sweep(weight: Tensor, factor: Tensor, pattern: Pattern, dead: Tensor | None 
     rows, columns = weight.shape
     span = BLOCK_COLUMNS
     if isinstance(pattern, NM):
-        if columns % pattern.of:
-            raise ValueError(f"in_features {columns} is not divisible by {pattern.of} (pattern {pattern})")
+        pattern.groups(rows, columns)  # refuses columns that M does not divide
         span = max(pattern.of, span // pattern.of * pattern.of)
     w = weight.to(factor.dtype, copy=True)
     keep = torch.ones(rows, columns, dtype=torch.bool, device=weight.device)

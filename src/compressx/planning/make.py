@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import torch
 
-from compressx.api.patterns import NM, Asked, Structured, Units, Unstructured, count_dropped, nearest
+from compressx.api.patterns import NM, RulePattern, Structured, Units, Unstructured, count_dropped
 from compressx.api.pruner import Block, PrunerSpec, statistic_of
 from compressx.models.architecture import Architecture, survey, text_config
 from compressx.models.blockwise import check_calls
@@ -192,7 +192,7 @@ def _plan_rule(loaded: LoadedRecipe, plugins: Plugins, index: int) -> PlannedRul
 def _patterns(
     loaded: LoadedRecipe, specs: Sequence[PrunerSpec], taken: Mapping[str, int],
     units: Mapping[int, Mapping[str, Units]],
-) -> dict[str, Asked]:  # fmt: skip
+) -> dict[str, RulePattern]:  # fmt: skip
     """Return each linear's pattern; under an allocation that is yet to be computed, the nearest to its target.
 
     Args:
@@ -206,13 +206,13 @@ def _patterns(
     """
     allocation = loaded.recipe.allocation
     kinds = [_pattern_of(loaded, index, spec) for index, spec in enumerate(specs)]
-    patterns: dict[str, Asked] = {
+    patterns: dict[str, RulePattern] = {
         name: Structured(one.kind, kinds[index].sparsity, one, multiple_of(loaded, index, one))
         if (one := units.get(index, {}).get(name)) is not None
         else kinds[index]
         for name, index in taken.items()
     }
-    return patterns if allocation is None else {n: nearest(p, allocation.fraction) for n, p in patterns.items()}
+    return patterns if allocation is None else {n: p.at(allocation.fraction) for n, p in patterns.items()}
 
 
 def _pattern_of(loaded: LoadedRecipe, index: int, spec: PrunerSpec) -> Unstructured | NM:
@@ -330,7 +330,7 @@ def _check_blocks(
     return observing
 
 
-def _check_block(loaded: LoadedRecipe, rule: PlannedRule, block: Block, patterns: Mapping[str, Asked]) -> None:
+def _check_block(loaded: LoadedRecipe, rule: PlannedRule, block: Block, patterns: Mapping[str, RulePattern]) -> None:
     taken = (("pruner", rule.pruner, rule.options), ("reconstruct", rule.reconstructor, rule.reconstructor_options))
     for key, spec, options in taken:
         if spec is not None and spec.check is not None:

@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import BaseModel
 from torch import Tensor
 
-from compressx.api.patterns import Asked, Structured, allocated_form
+from compressx.api.patterns import RulePattern, Structured, allocated_form
 from compressx.api.pruner import AnyPruner, DepthSearch, PrunerSpec
 from compressx.recipe.sections import Allocation, ReconstructBlock
 from compressx.runtime.errors import PluginError, blamed_on
@@ -124,7 +124,7 @@ class PlannedLinear:
     block: str
     shape: tuple[int, int]
     rule: PlannedRule
-    pattern: Asked
+    pattern: RulePattern
 
     @property
     def weights(self) -> int:
@@ -203,15 +203,15 @@ class Plan:
     unprunable: float = 0.0
     matrices: int = 0
 
-    def in_block(self, fqn: str) -> dict[PlannedRule, dict[str, Asked]]:
+    def in_block(self, fqn: str) -> dict[PlannedRule, dict[str, RulePattern]]:
         """Return the linears of one block by the rule that took them, each name with its pattern."""
-        by_rule: dict[PlannedRule, dict[str, Asked]] = {}
+        by_rule: dict[PlannedRule, dict[str, RulePattern]] = {}
         for linear in self.linears:
             if linear.block == fqn:
                 by_rule.setdefault(linear.rule, {})[linear.name] = linear.pattern
         return by_rule
 
-    def decided_in(self, fqn: str) -> dict[PlannedRule, dict[str, Asked]]:
+    def decided_in(self, fqn: str) -> dict[PlannedRule, dict[str, RulePattern]]:
         """Return what `in_block` does without the rule that drops whole blocks, whose pruner decides no linear."""
         return {r: patterns for r, patterns in self.in_block(fqn).items() if self.depth is None or r != self.depth.rule}
 
@@ -244,7 +244,7 @@ class Plan:
         """Whether gradients of the dense model's loss are measured, for pruners or for the training of blocks."""
         return bool(self.sensitive) or self.streams > 1
 
-    def allocated(self, patterns: Mapping[str, Asked]) -> Plan:
+    def allocated(self, patterns: Mapping[str, RulePattern]) -> Plan:
         """Return the final plan: every linear with the pattern that an allocation gave it, by name.
 
         Linears of units keep theirs, at the sparsity of what they were given.

@@ -1,6 +1,6 @@
 """ALPS (arXiv 2406.07831): the support by ADMM with a rising penalty, the weights on it by conjugate gradients.
 
-Selects and reconstructs: given a mask of another pruner it only solves for the survivors.
+Selects and reconstructs: given a mask of another pruner it only solves for the kept weights.
 """
 
 from __future__ import annotations
@@ -8,93 +8,58 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor
 
-from compressx import (
-    Block,
-    Hessian,
-    Pattern,
-    PruneResult,
-    PrunerSpec,
-    Statistic,
-    UnsupportedModelError,
-    hookimpl,
-)
-from compressx.numerics.admm import Problem, prune
+from compressx import Block, Hessian, Pattern, PruneResult, PrunerSpec, Statistic, competing, hookimpl
+from compressx.numerics import admm
 from compressx.numerics.least_squares import Metric
-from compressx.numerics.obs import NotPositiveDefiniteError, refused
+from compressx.numerics.obs import refused
+from compressx.pruners.hessian import HessianOptions, HessianPruner, Options
 
 
-class ALPSOptions(BaseModel):
-    """Options of ALPS."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    damping: float = Field(
-        0.01,
-        gt=0,
-        description="added to the Hessian's diagonal, as a fraction of its mean; more trusts the calibration less",
-    )
-
-
-def metric_of(block: Block, name: str, hessian: Hessian, damping: float) -> Metric:
-    """Damp and scale a linear's Hessian.
-
-    Raises:
-        UnsupportedModelError: an entry that is not finite.
-    """
-    with refused(name):
-        return Metric.of(hessian.assembled().to(block.linears[name].weight.device), damping)
-
-
-def results_of(problems: Mapping[str, Problem], **limits: Any) -> dict[str, PruneResult]:
-    """Prune linears that compete for their zeros, or one.
-
-    Args:
-        problems: by name of the linear.
-        limits: `penalty`, `steps` and `solver_steps` of `admm.prune`.
-
-    Raises:
-        UnsupportedModelError: a damped Hessian that is not positive definite.
-    """
-    try:
-        solutions = prune(problems, **limits)
-    except NotPositiveDefiniteError as error:
-        raise UnsupportedModelError(str(error)) from error
-    results = {}
-    for name, solution in solutions.items():
-        info = {
-            "linear_error": solution.error,
-            "steps": float(solution.steps),
-            "solver_steps": float(solution.solver_steps),
-            "solver_residual": solution.residual,
-        }
-        results[name] = PruneResult(solution.keep, solution.weight.to(problems[name].dense.dtype), info)
-    return results
-
-
-class ALPS:
-    """Prunes each linear by ADMM and conjugate gradients."""
-
-    def __init__(self, options: ALPSOptions) -> None:
-        self.options = options
-
-    def observe(self, block: Block, name: str) -> Hessian:
-        """Ask for X^T X."""
-        return Hessian(block.linears[name].in_features)
+class ALPS(HessianPruner[Options]):
+    """Prunes linears by ADMM and conjugate gradients, each by itself or those that compete side by side."""
 
     def prepare(self, block: Block, name: str, hessian: Hessian) -> Metric:
         """Damp and scale the Hessian."""
-        return metric_of(block, name, hessian, self.options.damping)
+        with refused(name):
+            return Metric.of(hessian.assembled().to(block.linears[name].weight.device), self.options.damping)
 
     def prune(
         self, block: Block, patterns: Mapping[str, Pattern], stats: Mapping[str, Statistic],  # noqa: ARG002
         prepared: Mapping[str, Metric],
     ) -> dict[str, PruneResult]:  # fmt: skip
-        """Solve each linear."""
+        """Solve each linear, and those that compete side by side."""
+        joint = competing(patterns)
+        together: dict[str, admm.Problem] = {}
         results: dict[str, PruneResult] = {}
         for name, metric in prepared.items():
-            results |= results_of({name: Problem(block.linears[name].weight, metric, patterns[name])})
+            pattern = patterns[name]
+            problem = admm.Problem(block.linears[name].weight, metric, pattern, self.rows(block, name, pattern))
+            if name in joint:
+                together[name] = problem
+            else:
+                results |= self._solved({name: problem})
+        return results | (self._solved(together) if together else {})
+
+    def rows(self, _block: Block, _name: str, _pattern: Pattern) -> Tensor | None:
+        """Return what the errors of a linear's outputs count, [out_features, 1]; None for all alike."""
+        return None
+
+    def limits(self) -> dict[str, Any]:
+        """Return `penalty` and `steps` of `admm.prune`, if not its defaults."""
+        return {}
+
+    def _solved(self, problems: Mapping[str, admm.Problem]) -> dict[str, PruneResult]:
+        results = {}
+        for name, solution in admm.prune(problems, **self.limits()).items():
+            info = {
+                "linear_error": solution.error,
+                "steps": float(solution.steps),
+                "solver_steps": float(solution.solver_steps),
+                "solver_residual": solution.residual,
+            }
+            results[name] = PruneResult(solution.keep, solution.weight.to(problems[name].dense.dtype), info)
         return results
 
 
@@ -105,7 +70,7 @@ def compressx_pruners() -> list[PrunerSpec]:
         PrunerSpec(
             name="alps",
             summary="ADMM selection, conjugate gradient on the survivors (arXiv 2406.07831)",
-            options=ALPSOptions,
+            options=HessianOptions,
             build=ALPS,
             separable=True,
             groups=("layer", "row"),

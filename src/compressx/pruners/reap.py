@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
 
 from compressx import (
     Block,
-    Linear,
     NoOptions,
     Pattern,
     PruneResult,
@@ -78,9 +77,7 @@ class Reap:
             scores = torch.zeros(pattern.units.count, dtype=torch.float64)
             for name, own in pattern.units.owners.items():
                 if name in stats:
-                    statistic = stats[name]
-                    assert isinstance(statistic, RoutedOutputs)  # noqa: S101 - it is what observe asked for
-                    scores[int(own.unit[0])] = statistic.score
+                    scores[int(own.unit[0])] = cast("RoutedOutputs", stats[name]).score
             keep = drop_lowest(scores[None], pattern.dropped)[0]
             shapes = {n: (block.linears[n].out_features, block.linears[n].in_features) for n in pattern.units.owners}
             device = block.linears[next(iter(shapes))].weight.device
@@ -92,14 +89,11 @@ class Reap:
 
 def _check(block: Block, patterns: Mapping[str, Pattern], _options: object) -> None:
     """Refuse experts that are modules of their own: the router's weights are known of fused ones only."""
-    if odd := next((n for n in patterns if not _is_fused(block.linears[n])), None):
-        raise UnsupportedModelError(
-            f"{odd} is not a slice of fused experts with {_OUTPUT}, of which alone the router's weights are known"
-        )
-
-
-def _is_fused(linear: Linear) -> bool:
-    return linear.expert is not None and hasattr(linear.module, _OUTPUT)
+    for name in patterns:
+        if block.linears[name].expert is None or not hasattr(block.linears[name].module, _OUTPUT):
+            raise UnsupportedModelError(
+                f"{name} is not a slice of fused experts with {_OUTPUT}, of which alone the router's weights are known"
+            )
 
 
 @hookimpl

@@ -1,17 +1,15 @@
-"""ZipLM (arXiv 2302.04089): the units go that are missed least once the others were solved for anew.
+"""ZipLM (arXiv 2302.04089): removes the units whose removal, after the rest is solved anew, raises the error least.
 
-A unit's rows of the linears before only make its features; what it is worth shows where they are read, in the linear
-that owns columns of it: the down projection, the output projection. That one is solved, and its bias where it has one.
+The error is that of the output of the linear that owns columns of the units: the down projection, the output
+projection. Only its weights are solved for, and its bias where it has one; the rows of the other linears just go.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from functools import partial
+from typing import cast
 
-import torch
-from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from compressx import (
@@ -30,26 +28,15 @@ from compressx import (
 )
 from compressx.numerics.obs import refused
 from compressx.numerics.ziplm import remove_units
+from compressx.pruners.hessian import HessianOptions
 
 _UNITS: tuple[UnitKind, ...] = ("neurons", "kv-groups")
-
-
-class ZipLMOptions(BaseModel):
-    """Options of ZipLM."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    damping: float = Field(
-        0.01,
-        gt=0,
-        description="added to the diagonal of the Hessian, whose diagonal is one; more trusts the calibration less",
-    )
 
 
 class ZipLM:
     """Prunes units by the linear that reads them."""
 
-    def __init__(self, options: ZipLMOptions) -> None:
+    def __init__(self, options: HessianOptions) -> None:
         self.damping = options.damping
 
     def observe(self, block: Block, name: str) -> Hessian | Covariance | None:
@@ -65,15 +52,15 @@ class ZipLM:
         """Choose units and solve, for each linear that reads them."""
         results: dict[str, PruneResult] = {}
         for name, statistic in stats.items():
-            pattern, linear = patterns[name], block.linears[name]
-            assert isinstance(pattern, Structured)  # noqa: S101 - what the spec claims
-            assert isinstance(statistic, Hessian | Covariance)  # noqa: S101 - it is what observe asked for
-            weight, bias = linear.weight, linear.bias
+            pattern, of = cast("Structured", patterns[name]), cast("Hessian | Covariance", statistic)
+            weight, bias = block.linears[name].weight, block.linears[name].bias
             unit = pattern.units.owners[name].unit
+
+            def hessian(of: Hessian | Covariance = of, weight: Tensor = weight) -> Tensor:
+                return of.assembled().to(weight.device)
+
             with refused(name):
-                solution = remove_units(
-                    weight, partial(_assembled, statistic, weight.device), unit, pattern.dropped, damping=self.damping
-                )
+                solution = remove_units(weight, hessian, unit, pattern.dropped, damping=self.damping)
             if isinstance(statistic, Covariance) and bias is not None:
                 lost = (weight.double() - solution.weight) @ statistic.mean.to(weight.device)
                 bias = (bias + lost).to(bias.dtype)
@@ -83,10 +70,6 @@ class ZipLM:
             info = {"linear_error": solution.error.item(), "damping": solution.damping}
             results[name] = PruneResult(masks[name], solution.weight.to(weight.dtype), info, bias=bias)
         return results
-
-
-def _assembled(statistic: Hessian | Covariance, device: torch.device) -> Tensor:
-    return statistic.assembled().to(device)
 
 
 def _reads_units(block: Block, name: str) -> bool:
@@ -106,7 +89,7 @@ def compressx_pruners() -> list[PrunerSpec]:
         PrunerSpec(
             name="ziplm",
             summary="units of least loss, the others solved for anew (arXiv 2302.04089)",
-            options=ZipLMOptions,
+            options=HessianOptions,
             build=ZipLM,
             groups=(),
             nm=False,

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from compressx.api.patterns import NM, Asked, Structured, Units, Unstructured, keep_masks
+from compressx.api.patterns import NM, RulePattern, Structured, Units, Unstructured, keep_masks
 from compressx.api.pruner import Block, NoOptions, PreparingPruner, PruneResult, PrunerSpec, Statistic
 from compressx.blocks.depth import choose_blocks
 from compressx.blocks.observe import Observed
@@ -58,7 +58,7 @@ def _refusals(subject: Subject) -> None:
     if subject.spec.check is None:
         raise NoSuchPromiseError("it refuses nothing")
     block = subject.scene(weights=False).block
-    asked: list[tuple[str, Mapping[str, Asked]]] = []
+    asked: list[tuple[str, Mapping[str, RulePattern]]] = []
     for claim in subject.claimed:
         if not isinstance(claim, Whole):
             asked += [(f"{name}, {claim}", {name: claim}) for name in block.linears]
@@ -335,7 +335,7 @@ def _separable(subject: Subject) -> None:
         raise NoSuchPromiseError("it does not say separable")
     scene = subject.scene()
     stats = subject.statistics(scene)
-    joint = {p for p in subject.patterns if isinstance(p, Unstructured) and p.group == "joint"}
+    joint = {p for p in subject.patterns if isinstance(p, Unstructured) and p.joint}
     apart = [p for p in subject.patterns if not (p in joint or isinstance(p, Whole))]
     if not apart:
         raise NoSuchPromiseError("it says separable, and all that it prunes competes over several linears")

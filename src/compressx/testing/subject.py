@@ -13,7 +13,7 @@ import torch
 from pydantic import BaseModel
 from torch import Tensor
 
-from compressx.api.patterns import NM, UNIT_KINDS, Asked, Structured, UnitKind, Unstructured
+from compressx.api.patterns import NM, UNIT_KINDS, RulePattern, Structured, UnitKind, Unstructured
 from compressx.api.pruner import AnyPruner, Block, PruneResult, PrunerSpec
 from compressx.blocks.contract import Checksums
 from compressx.blocks.fisher import fisher_diagonal
@@ -159,7 +159,7 @@ class Subject:
                     return names
         return tuple(block.linears)
 
-    def by_linear(self, block: Block, claim: Claim) -> dict[str, Asked]:
+    def by_linear(self, block: Block, claim: Claim) -> dict[str, RulePattern]:
         """Return what each linear of a block has to become.
 
         Raises:
@@ -167,7 +167,7 @@ class Subject:
         """
         if not isinstance(claim, Whole):
             return dict.fromkeys(self.weights_of, claim)
-        patterns: dict[str, Asked] = {}
+        patterns: dict[str, RulePattern] = {}
         for units in find_units(claim.unit, block):
             patterns |= dict.fromkeys(units.owners, Structured(claim.unit, claim.sparsity, units))
         return {name: patterns[name] for name in block.linears if name in patterns}
@@ -183,7 +183,7 @@ class Subject:
                 return f"{claim} of {pattern.units} are none, or all"
         return self.refusal(block, patterns)
 
-    def refusal(self, block: Block, patterns: Mapping[str, Asked]) -> str | None:
+    def refusal(self, block: Block, patterns: Mapping[str, RulePattern]) -> str | None:
         """Return why the pruner's `check` refuses to prune these linears so, or None."""
         try:
             if self.spec.check is not None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tests.compressx.blocks.test_prune import Spy, answering, by_magnitude, spec_of
+from tests.compressx.built_in import BUILT_IN
 
 from compressx import PluginError, PrunerSpec
 from compressx.allocation import methods as allocators
@@ -19,13 +20,11 @@ from compressx.blocks.prune import prune_model
 from compressx.models.access import InMemory
 from compressx.models.architecture import survey
 from compressx.planning.plan import Plan, PlannedLinear, PlannedRule
-from compressx.pruners import magnitude, sensitivity, sparsegpt, wanda
 from compressx.recipe.sections import DivergenceAllocation
 from compressx.runtime.errors import ArtifactError, CalibrationError, UnsupportedModelError
 from compressx.testing import tiny_model, tiny_tokens
-from compressx_attnprune import plugin as attnprune
 
-SPECS = {s.name: s for m in (magnitude, wanda, sparsegpt, attnprune) for s in m.compressx_pruners()}
+SPECS = {name: BUILT_IN[name] for name in ("magnitude", "wanda", "sparsegpt", "attnprune")}
 BATCHES = tiny_tokens(sequences=6).split(4)  # of four and of two
 
 
@@ -219,7 +218,7 @@ def test_a_block_is_one_unit_whose_rules_prune_it_together_by_their_own_pruners(
 
 def test_a_pruner_that_reads_sensitivities_is_measured_with_those_that_are_given() -> None:
     model = tiny_model("llama")
-    planned = one_rule(model, *sensitivity.compressx_pruners(), *REST)
+    planned = one_rule(model, BUILT_IN["sensitivity"], *REST)
     fisher = fisher_diagonal(InMemory(model), survey(model), planned.sensitive, BATCHES)
     assert_divergences_of_blocks_pruned_alone(measured(model, planned, 0.5, fisher=fisher), planned, fisher)
 

@@ -10,18 +10,16 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.compressx.built_in import BUILT_IN
 
 from compressx.allocation.units import Curve, Unit, cheapest, check_allocation, shares, spread, units_of, zeros_of
-from compressx.api.patterns import NM, Unstructured, zeros_in
+from compressx.api.patterns import NM, Unstructured
 from compressx.planning.plan import Plan, PlannedLinear, PlannedRule
-from compressx.pruners import magnitude
 from compressx.recipe.sections import MAX_SPARSITY, AttentionAware, OwlAllocation
 from compressx.runtime.errors import RecipeError
-from compressx_attnprune import plugin as attnprune
 
 GRID = (0.3, 0.5, 0.7, 0.9)
-(SPEC,) = magnitude.compressx_pruners()
-(WHOLE,) = attnprune.compressx_pruners()
+SPEC, WHOLE = BUILT_IN["magnitude"], BUILT_IN["attnprune"]
 SHAPES = ((48, 32), (16, 32), (40, 64), (7, 11))
 EVEN = ((48, 32), (16, 32), (40, 64), (24, 96))  # whose input features 4 and 8 divide
 
@@ -245,6 +243,6 @@ def test_a_target_out_of_reach_is_refused(planned: Plan, target: float, message:
 def test_zeros_are_counted_as_masks_will_have_them() -> None:
     """A third of a row of 32 is eleven; of what competes jointly only the total is whole."""
     linears = [replace(x, pattern=Unstructured(1 / 3, x.pattern.group)) for x in plan("row", "joint", blocks=2).linears]  # type: ignore[union-attr]
-    rows = sum(zeros_in(x.pattern, *x.shape) or 0 for x in linears if x.rule.index == 0)
+    rows = sum(x.pattern.zeros(*x.shape) or 0 for x in linears if x.rule.index == 0)
     joint = round(sum(a * b for a, b in SHAPES) / 3)
     assert zeros_of(linears) == rows + 2 * joint

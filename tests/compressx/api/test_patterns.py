@@ -14,8 +14,6 @@ from compressx.api.patterns import (
     count_dropped,
     keep_mask,
     keep_masks,
-    nearest,
-    zeros_in,
 )
 from compressx.numerics.obs import sweep
 
@@ -33,7 +31,7 @@ def test_an_unstructured_mask_drops_exactly_its_budget_even_among_ties(rows, col
     scores = random_scores(rows, columns, seed, levels)
     pattern = Unstructured(sparsity, group)
     keep = keep_mask(scores, pattern)
-    assert int((~keep).sum()) == zeros_in(pattern, rows, columns)
+    assert int((~keep).sum()) == pattern.zeros(rows, columns)
     if group == "row":
         assert len(set((~keep).sum(dim=1).tolist())) == 1
     if keep.any() and not keep.all():
@@ -59,7 +57,7 @@ def test_an_n_m_mask_keeps_the_n_highest_of_every_m_input_features(rows, groups,
             part = scores[row, start : start + pattern.of]
             expected = set(part.argsort(descending=True)[:keep].tolist())
             assert set(mask[row, start : start + pattern.of].nonzero().flatten().tolist()) == expected
-    assert int((~mask).sum()) == zeros_in(pattern, *scores.shape)
+    assert int((~mask).sum()) == pattern.zeros(*scores.shape)
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(3, 15), (15, 3), (5, 21)])
@@ -69,7 +67,7 @@ def test_a_budget_half_way_between_two_counts_is_one_count_everywhere(rows, colu
     for sparsity in (0.1, 0.3, 0.7, 0.9):
         pattern = Unstructured(sparsity, "layer")
         swept, _ = sweep(scores, torch.eye(columns), pattern)
-        assert int((~keep_mask(scores, pattern)).sum()) == int((~swept).sum()) == zeros_in(pattern, rows, columns)
+        assert int((~keep_mask(scores, pattern)).sum()) == int((~swept).sum()) == pattern.zeros(rows, columns)
 
 
 def test_a_sparsity_of_k_in_n_drops_k_though_no_float_is_that_fraction():
@@ -98,7 +96,7 @@ def test_a_fixed_mask_is_returned_as_it_is():
     keep = torch.tensor([[True, False], [False, True]])
     fixed = FixedMask(keep, Unstructured(0.5, "layer"))
     assert keep_mask(torch.rand(2, 2), fixed) is keep
-    assert zeros_in(fixed, 2, 2) == 2
+    assert fixed.asked.zeros(2, 2) == 2
     assert str(fixed) == "50% layer"
 
 
@@ -127,7 +125,7 @@ def test_impossible_patterns_cannot_be_made(make):
      (NM(2, 2), 0.5, NM(1, 2)), (Unstructured(0.5, "row"), 0.3, Unstructured(0.3, "row"))],
 )  # fmt: skip
 def test_the_nearest_pattern_of_a_kind_keeps_m_and_prunes_something_but_not_all(pattern, sparsity, expected):
-    assert nearest(pattern, sparsity) == expected
+    assert pattern.at(sparsity) == expected
 
 
 def test_a_pattern_is_written_without_the_sparsity_that_was_chosen():

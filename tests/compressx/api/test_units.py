@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from compressx import Owners, Structured, Units, Unstructured, count_dropped, keep_mask, keep_masks
-from compressx.api.patterns import nearest, zeros_in
 
 SHAPES = {"up": (12, 5), "down": (3, 6)}
 """Six units: two rows of `up` each, as where gate and up are one weight, and a column of `down`."""
@@ -111,9 +110,9 @@ def test_one_linears_mask_is_not_made_of_units_and_some_go_and_some_stay_at_the_
     with pytest.raises(ValueError, match="6 neurons of mlp own several linears; take keep_masks"):
         keep_mask(torch.ones(12, 5), pattern)
     pairs = Structured("neurons", 0.5, pattern.units, multiple=2)
-    assert [nearest(pairs, s).sparsity * 6 for s in (0.01, 0.3, 0.55, 0.99)] == pytest.approx([2, 2, 4, 4])
-    assert nearest(Structured("neurons", 0.5, pattern.units, multiple=6), 0.5).sparsity == 0
-    assert zeros_in(pattern, 12, 5) is None
+    assert [pairs.at(s).sparsity * 6 for s in (0.01, 0.3, 0.55, 0.99)] == pytest.approx([2, 2, 4, 4])
+    assert Structured("neurons", 0.5, pattern.units, multiple=6).at(0.5).sparsity == 0
+    assert pattern.zeros(12, 5) is None
     assert pattern == Structured("neurons", 0.5, six())
     assert pattern != Structured("kv-groups", 0.5, six())
 

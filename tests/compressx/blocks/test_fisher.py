@@ -10,6 +10,7 @@ from itertools import cycle
 import pytest
 import torch
 from tests.compressx.blocks.test_prune import batches, first, plan_all
+from tests.compressx.built_in import BUILT_IN
 from tests.compressx.pruners.problems import correlated_inputs, one_linear
 from torch.nn import functional
 
@@ -33,7 +34,6 @@ from compressx.models.checkpoint import Checkpoint
 from compressx.models.streaming import StreamedModel, open_streamed
 from compressx.numerics.admm import Problem
 from compressx.numerics.admm import prune as solve
-from compressx.pruners import sensitivity
 from compressx.runtime.ranks import Ranks
 from compressx.testing import TINY_CONFIGS, tiny_model, tiny_tokens
 
@@ -272,7 +272,7 @@ def test_a_streamed_models_sensitivities_are_those_of_the_loaded_one(room, readi
     assert all(p.is_meta for p in streamed.model.parameters())
 
 
-(SPEC,) = sensitivity.compressx_pruners()
+SPEC = BUILT_IN["sensitivity"]
 HALF = Unstructured(0.5, "layer")
 QUERY = "model.layers.0.self_attn.q_proj"
 LINEARS = {QUERY: survey(tiny_model("llama")).linears[QUERY]}

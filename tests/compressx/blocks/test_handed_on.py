@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from tests.accelerator import pretended_accelerator
+from tests.compressx.built_in import BUILT_IN
 
 from compressx.api.patterns import Unstructured
 from compressx.blocks.fisher import drawn_labels, gradients
@@ -15,12 +16,11 @@ from compressx.models.access import InMemory
 from compressx.models.architecture import survey
 from compressx.models.blockwise import HiddenStates, advance, capture, each_block, passes, run_around
 from compressx.planning.plan import Plan, PlannedLinear, PlannedRule
-from compressx.pruners import magnitude
 from compressx.recipe.sections import ReconstructBlock
 from compressx.runtime.errors import UnsupportedModelError
 from compressx.testing import TINY_CONFIGS, tiny_tokens
 
-SPEC = magnitude.compressx_pruners()[0]
+SPEC = BUILT_IN["magnitude"]
 BATCHES = tiny_tokens(sequences=4, length=16).split(1)
 
 

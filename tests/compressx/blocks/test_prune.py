@@ -13,6 +13,7 @@ import pytest
 import torch
 from pydantic import BaseModel
 from tests.accelerator import pretended_accelerator
+from tests.compressx.built_in import BUILT_IN
 from tests.compressx.references import mean_error
 from tests.pairs import pairs
 
@@ -28,12 +29,11 @@ from compressx.models.access import InMemory
 from compressx.models.architecture import survey
 from compressx.models.blockwise import capture_calls, replay
 from compressx.planning.plan import Plan, PlannedLinear, PlannedRule
-from compressx.pruners import alps, magnitude, sparsegpt, wanda
 from compressx.runtime.errors import CalibrationError
 from compressx.runtime.ranks import Ranks
 from compressx.testing import TINY_CONFIGS, tiny_model, tiny_tokens
 
-SPECS = {s.name: s for m in (magnitude, wanda, sparsegpt, alps) for s in m.compressx_pruners()}
+SPECS = {name: BUILT_IN[name] for name in ("magnitude", "wanda", "sparsegpt", "alps")}
 HALF, ROW = Unstructured(0.5, "layer"), Unstructured(0.5, "row")
 
 
@@ -277,13 +277,13 @@ def test_separable_linears_are_written_one_by_one_and_only_after_what_has_to_see
     dense = {n: x.weight.clone() for n, x in survey(model).linears.items()}
     asked: list[tuple[str, set[str]]] = []
 
-    class Asked(Spy):
+    class RulePattern(Spy):
         def prune(self, block, patterns, stats):
             changed = {n for n, x in block.linears.items() if not torch.equal(x.weight, dense[n])}
             asked.append((" ".join(n.rpartition(".")[2] for n in patterns), changed))
             return super().prune(block, patterns, stats)
 
-    plan = plan_two(model, spec_of(Asked(), separable=True), spec_of(Asked()))
+    plan = plan_two(model, spec_of(RulePattern(), separable=True), spec_of(RulePattern()))
     (block,) = prune_model(InMemory(model), plan, batches())
     mlp = {f"model.layers.0.mlp.{n}_proj" for n in ("gate", "up", "down")}
     qkv = {f"model.layers.0.self_attn.{n}_proj" for n in "qkv"}

@@ -7,7 +7,7 @@ import torch
 from tests.compressx.numerics.problems import damped, problem, squares
 from torch import Tensor
 
-from compressx.api.patterns import NM, FixedMask, Unstructured, keep_mask, keep_masks, zeros_in
+from compressx.api.patterns import NM, FixedMask, Unstructured, keep_mask, keep_masks
 from compressx.numerics import admm
 from compressx.numerics.admm import MaskedSolution, Problem, prune, select
 from compressx.numerics.least_squares import Metric, solve
@@ -77,7 +77,7 @@ def test_admm_stops_when_the_support_has_settled():
 def test_the_zeros_are_as_many_as_the_pattern_says(pattern):
     weight, x = problem(rows=17)
     solution = pruned(weight.float(), (x.T @ x).float(), pattern)
-    assert int((~solution.keep).sum()) == zeros_in(pattern, 17, 48)
+    assert int((~solution.keep).sum()) == pattern.zeros(17, 48)
     assert torch.equal(solution.keep, keep_mask(solution.keep.float(), pattern))  # within every group, too
     assert not solution.weight[~solution.keep].any()
 

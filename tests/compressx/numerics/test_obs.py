@@ -4,9 +4,9 @@ import pytest
 import torch
 from tests.accelerator import pretended_accelerator
 
-from compressx.api.patterns import NM, FixedMask, Unstructured, zeros_in
+from compressx.api.patterns import NM, FixedMask, Unstructured
 from compressx.api.statistics import Hessian
-from compressx.numerics.obs import NotPositiveDefiniteError, factored, inverse_cholesky, sweep
+from compressx.numerics.obs import NotPositiveDefiniteError, inverse_cholesky, inverse_cholesky_of, sweep
 
 
 def problem(rows: int, columns: int, tokens: int = 400, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -85,7 +85,7 @@ def test_budgets_are_exact_over_column_blocks(pattern, columns):
         columns = columns // pattern.of * pattern.of
     weight, x = problem(6, columns, tokens=300)
     keep, new = sweep(weight, inverse_cholesky(x.T @ x)[0], pattern)
-    assert int((~keep).sum()) == zeros_in(pattern, 6, columns)
+    assert int((~keep).sum()) == pattern.zeros(6, columns)
     assert torch.equal(new == 0, ~keep)
     if isinstance(pattern, NM):
         assert (keep.view(6, -1, pattern.of).sum(dim=2) == pattern.keep).all()
@@ -133,7 +133,7 @@ def test_features_that_never_fire_do_not_water_the_damping_down():
 def test_the_factor_of_a_statistic_is_that_of_its_matrix():
     hessian = Hessian(12)
     hessian.update(problem(1, 12)[1])
-    assert torch.equal(factored("fc", hessian, 0.01)[0], inverse_cholesky(hessian.matrix)[0])
+    assert torch.equal(inverse_cholesky_of(hessian.assembled)[0], inverse_cholesky(hessian.matrix)[0])
 
 
 def test_the_damping_is_raised_until_the_factor_exists_and_is_reported():

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import torch
+from tests.compressx.built_in import BUILT_IN
 from torch import nn
 
 from compressx import Block, Linear
 from compressx.blocks.contract import answer_of
 from compressx.blocks.observe import Observed
-from compressx.pruners import alps, magnitude, sparsegpt, wanda
 
-SPECS = {s.name: s for m in (magnitude, wanda, sparsegpt, alps) for s in m.compressx_pruners()}
+SPECS = {name: BUILT_IN[name] for name in ("magnitude", "wanda", "sparsegpt", "alps")}
 
 
 def one_linear(rows: int = 24, columns: int = 48, seed: int = 0, **names: tuple[int, int]) -> Block:

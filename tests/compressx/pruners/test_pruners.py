@@ -9,7 +9,7 @@ import torch
 from tests.compressx.pruners.problems import SPECS, correlated_inputs, one_linear, output_error, prune
 
 from compressx import UnsupportedModelError
-from compressx.api.patterns import NM, FixedMask, Unstructured, zeros_in
+from compressx.api.patterns import NM, FixedMask, Unstructured
 from compressx.pruners.dare import Dare, DareOptions
 
 
@@ -49,7 +49,7 @@ def test_every_group_that_a_pruner_claims_is_exact(name):
             assert sum(zeros.values()) == round(0.6 * 24 * 48)
             assert zeros["q"] != round(0.6 * 16 * 48)
         else:
-            assert zeros == {n: zeros_in(pattern, *block.linears[n].weight.shape) for n in ("q", "k")}
+            assert zeros == {n: pattern.zeros(*block.linears[n].weight.shape) for n in ("q", "k")}
 
 
 @pytest.mark.parametrize("name", SPECS)

@@ -1,0 +1,35 @@
+"""What pruners that read the Hessian of a linear's inputs have in common."""
+
+from __future__ import annotations
+
+from typing import Generic, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from compressx import Block, Hessian
+
+
+class HessianOptions(BaseModel):
+    """The options of all of them."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    damping: float = Field(
+        0.01,
+        gt=0,
+        description="added to the Hessian's diagonal, as a fraction of its mean; more trusts the calibration less",
+    )
+
+
+Options = TypeVar("Options", bound=HessianOptions)
+
+
+class HessianPruner(Generic[Options]):
+    """Observes X^T X."""
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+
+    def observe(self, block: Block, name: str) -> Hessian:
+        """Ask for X^T X."""
+        return Hessian(block.linears[name].in_features)
