@@ -72,7 +72,7 @@ def test_the_error_against_lambda_is_u_shaped_with_its_minimum_inside_the_grid(q
     assert all(a > b for a, b in pairwise(means[: least + 1])), "falls up to the minimum"
     assert all(a < b for a, b in pairwise(means[least:])), "rises after it"
     assert min(means[0], means[-1]) > 1.3 * means[least]
-    assert all(len(p.errors) == 5 and p.unconverged == 0 for p in points)
+    assert all(len(p.errors) == 5 for p in points)
 
 
 @pytest.mark.slow
@@ -114,19 +114,54 @@ def test_factors_have_the_asked_rank_and_do_not_depend_on_the_number_of_tokens()
         assert torch.equal(getattr(short, side), getattr(long, side))
         assert (torch.linalg.matrix_rank(getattr(long, side)) == 4).all()
         assert not torch.equal(getattr(long, side)[0], getattr(long, side)[1])
-    x = long.attention.inputs
+    x = long.inputs
     assert (torch.linalg.matrix_rank(x) == WIDTH).all()
     q, k = x @ long.query.mT, x @ long.key.mT
-    torch.testing.assert_close(q @ k.mT, x @ long.attention.weight @ x.mT)
-    assert torch.equal(long.attention.mask, torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril())
+    torch.testing.assert_close(q @ k.mT, x @ long.weight @ x.mT)
     assert torch.equal(experiment.sample([5], tokens=TOKENS, width=WIDTH).query[0], long.query[1])
+
+
+def test_masks_are_learnt_on_the_published_loss_and_end_where_its_gradient_is_zero_in_the_box(monkeypatch):
+    """The loss is written out, with a gradient by autograd."""
+    drawn = experiment.sample(range(3), tokens=TOKENS, width=WIDTH, scale=0.4)
+    x, weight, causal = drawn.inputs, drawn.weight, torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
+
+    def matrix(w: torch.Tensor) -> torch.Tensor:
+        return (x @ w @ x.mT).masked_fill(~causal, -torch.inf).softmax(dim=-1)
+
+    for regularization in (1e-3, 1e-1):
+        relaxed = experiment.learn(drawn, regularization, steps=400).requires_grad_()
+        difference = matrix(relaxed * weight) - matrix(weight)
+        loss = 0.5 * difference.square().sum() + 0.5 * regularization * relaxed.square().sum()
+        (gradient,) = torch.autograd.grad(loss, relaxed)
+        step = (relaxed - gradient / regularization).detach().clamp(0, 1) - relaxed.detach()
+        assert float(step.square().mean().sqrt()) < 0.02, "1 at the dense start"
+        assert loss < 0.9 * 0.5 * regularization * relaxed.numel()
+    errors = drawn.relative_error(relaxed.detach() * weight)
+    expected = difference.square().sum(dim=(1, 2)) / matrix(weight).square().sum(dim=(1, 2))
+    torch.testing.assert_close(errors, expected.detach())
+
+
+@pytest.mark.parametrize("sparsity", [0.0, 0.77])
+def test_binarising_drops_exactly_the_lowest_entries_of_each_seed_and_of_equal_ones_the_smaller_weight(sparsity):
+    weight = experiment.sample(range(2), tokens=TOKENS, width=WIDTH).weight
+    relaxed = torch.rand(weight.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    relaxed[:, :2] = 1.0
+    keep = experiment.binarize(relaxed, weight, sparsity)
+    assert ((~keep).sum(dim=(1, 2)) == round(sparsity * WIDTH * WIDTH)).all()
+    for mask, values, w in zip(keep, relaxed, weight.abs(), strict=True):
+        if sparsity:
+            assert values[~mask].max() <= values[mask].min()
+        most = experiment.binarize(values[None], w[None], 0.875)[0]
+        assert not most[2:].any()
+        assert w[:2][~most[:2]].max() < w[:2][most[:2]].min()
 
 
 def test_the_baselines_on_factors_are_the_projects_own_pruners():
     sparsity = 0.7
     drawn = experiment.sample(range(2), tokens=TOKENS, width=WIDTH, scale=0.4)
     for seed in range(2):
-        x, weights = drawn.attention.inputs[seed], {"q": drawn.query[seed], "k": drawn.key[seed]}
+        x, weights = drawn.inputs[seed], {"q": drawn.query[seed], "k": drawn.key[seed]}
         block = SimpleNamespace(linears={n: SimpleNamespace(weight=w) for n, w in weights.items()})
         norms, hessian = FeatureNorms(WIDTH), Hessian(WIDTH)
         norms.update(x[None])
@@ -159,7 +194,7 @@ def test_the_command_writes_table_data_and_plots(tmp_path: Path, tiny: Figure, c
     assert "| method | rho = 0.5 | rho = 0.75 |" in said.out
 
     rows = list(csv.DictReader((out / "figure2.csv").read_text().splitlines()))
-    columns = ["panel", "method", "lambda", "n", "rho", "seeds", "mean", "ci95_low", "ci95_high", "unconverged"]
+    columns = ["panel", "method", "lambda", "n", "rho", "seeds", "mean", "ci95_low", "ci95_high"]
     assert list(rows[0]) == columns
     assert len(rows) == (2 + 3) + 2 * 4 + 2 * 4
     for row, point in zip(rows, tiny.points, strict=True):
@@ -189,11 +224,8 @@ def test_the_command_writes_table_data_and_plots(tmp_path: Path, tiny: Figure, c
     ("options", "message"),
     [
         (["--seeds", "1"], "at least two seeds, got 1"),
-        (["--optimizer", "adam"], "invalid choice: 'adam'"),
         (["--rank", "40"], "rank 40 exceeds width 32"),
         (["--output", "full"], "output full exists and is not an empty folder; name a new one"),
-        ([*TINY_OPTIONS, "--optimizer", "momentum", "--step-size", "1e5", "--steps", "500"],
-         "gradient descent with momentum 0.9 and the fixed step size 100000 diverged"),
     ],
 )  # fmt: skip
 def test_a_wrong_option_is_named_and_nothing_is_written(options, message, project, capsys):

@@ -21,8 +21,6 @@ import torch
 from experiment import QUICK, Settings, measure
 from output import to_markdown, write
 
-from compressx import CompressxError
-
 
 def _numbers(text: str) -> tuple[float, ...]:
     return tuple(float(part) for part in text.split(","))
@@ -43,10 +41,7 @@ def main() -> None:
         kind: Any = type(usual)
         if kind is tuple:
             kind = _whole_numbers if isinstance(usual[0], int) else _numbers
-        choices = ["line-search", "momentum"] if field.name == "optimizer" else None
-        parser.add_argument(
-            f"--{field.name.replace('_', '-')}", type=kind, choices=choices, help=f"{usual}; quick: {quick}"
-        )
+        parser.add_argument(f"--{field.name.replace('_', '-')}", type=kind, help=f"{usual}; quick: {quick}")
     given = vars(parser.parse_args())
     output, quick, threads = (given.pop(name) for name in ("output", "quick", "threads"))
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
@@ -60,7 +55,7 @@ def main() -> None:
     try:
         chosen = {name: value for name, value in given.items() if value is not None}
         figure = measure(replace(QUICK if quick else Settings(), **chosen), log)
-    except (CompressxError, ValueError) as error:
+    except ValueError as error:
         parser.error(str(error))
     output.mkdir(parents=True, exist_ok=True)
     write(figure, output)

@@ -15,12 +15,13 @@ from statistics import fmean, stdev
 from typing import Literal, TypeAlias
 
 import torch
-from algorithm1 import FusedScores, Learned, binarize, learn_mask
 from scipy.stats import t as student_t
 from torch import Tensor
 
 from compressx import Unstructured, drop_lowest
 from compressx.numerics.obs import inverse_cholesky, sweep, wanda_scores
+from compressx_attnprune.attention import Attention, Pair, Projection, matrix_gradients, squared_errors
+from compressx_attnprune.training import learn_masks
 
 Panel: TypeAlias = Literal["lambda", "n", "rho"]
 
@@ -47,7 +48,7 @@ class Settings:
         regularizations: the grid of lambda, increasing.
         token_counts: the grid of n, increasing.
         sparsities: the grid of rho, increasing.
-        optimizer: as `steps`, `tolerance`, `step_size` and `momentum`, an argument of `learn_mask`.
+        steps: of gradient descent on a mask.
     """
 
     seeds: int = 10
@@ -60,11 +61,7 @@ class Settings:
     regularizations: tuple[float, ...] = (1e-6, 3e-6, 1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
     token_counts: tuple[int, ...] = (16, 32, 64, 128, 256, 512)
     sparsities: tuple[float, ...] = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
-    optimizer: Literal["line-search", "momentum"] = "line-search"
-    steps: int = 2000
-    tolerance: float = 1e-3
-    step_size: float = 0.5
-    momentum: float = 0.9
+    steps: int = 300
 
     def __post_init__(self) -> None:
         if self.rank > self.width:
@@ -92,29 +89,47 @@ QUICK = Settings(
     regularizations=(1e-5, 1e-4, 1e-3, 1e-2, 1e-1),
     token_counts=(16, 32, 64, 128),
     sparsities=(0.3, 0.5, 0.7, 0.9),
-    steps=500,
+    steps=150,
 )
 """Smaller constants that take seconds."""
 
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """Random problems of the published experiment, one per seed.
+    """Random problems of the published experiment, one per seed, with softmax(X W X^T) under a causal mask.
 
     Attributes:
-        attention: X and the fused W = W_Q W_K^T under the attention mask.
+        inputs: X [seeds, tokens, width].
         query: the factor W_Q^T, weight[out, in] as a model stores it, [seeds, width, width].
         key: W_K^T likewise.
     """
 
-    attention: FusedScores
+    inputs: Tensor
     query: Tensor
     key: Tensor
 
+    @property
+    def weight(self) -> Tensor:
+        """The fused W = W_Q W_K^T, [seeds, width, width]."""
+        return self.query.transpose(1, 2) @ self.key
 
-def sample(
-    seeds: Sequence[int], *, tokens: int, width: int, rank: int = 4, scale: float = 0.15, mask: Tensor | None = None
-) -> Sample:
+    @property
+    def attention(self) -> Attention:
+        """The geometry of all problems together: each is a head."""
+        heads = Projection(len(self.inputs))
+        return Attention(heads, heads, head_dim=self.inputs.shape[2], scaling=1.0)
+
+    def sides(self, weight: Tensor) -> Pair:
+        """Return X W as the queries and X as the keys of a fused weight, [1, seeds, tokens, width] both."""
+        return (self.inputs @ weight)[None], self.inputs[None]
+
+    def relative_error(self, weight: Tensor) -> Tensor:
+        """Compute ||P~ - P||_F^2 / ||P||_F^2 of a pruned weight, the ratio of *squared* norms, [seeds]."""
+        errors, norms = squared_errors(self.attention, self.sides(self.weight), [self.sides(weight)])
+        return errors[0] / norms
+
+
+def sample(seeds: Sequence[int], *, tokens: int, width: int, rank: int = 4, scale: float = 0.15) -> Sample:
     """Draw Gaussian W_Q and W_K, truncated to their largest singular values, and a full-rank Gaussian X.
 
     Args:
@@ -123,13 +138,7 @@ def sample(
         width: columns of X.
         rank: number of singular values kept; four in the paper.
         scale: standard deviation of the factors' entries before truncation (ours).
-        mask: bool [tokens, tokens]; causal when None.
-
-    Raises:
-        ValueError: a rank outside [1, width], or an invalid mask.
     """
-    if not 1 <= rank <= width:
-        raise ValueError(f"rank must be between 1 and the width {width}, got {rank}")
     factors, inputs = [], []
     for seed in seeds:
         generator = torch.Generator().manual_seed(seed)
@@ -137,21 +146,58 @@ def sample(
         inputs.append(torch.randn(tokens, width, generator=generator, dtype=torch.float64))
     u, singular, v = torch.linalg.svd(torch.stack(factors))  # [seeds, 2, width, width]
     query, key = ((u[..., :rank] * singular[..., None, :rank]) @ v[..., :rank, :]).unbind(dim=1)
-    causal = torch.ones(tokens, tokens, dtype=torch.bool).tril_()
-    weight = query.transpose(1, 2) @ key
-    return Sample(FusedScores(torch.stack(inputs), weight, causal if mask is None else mask), query, key)
+    return Sample(torch.stack(inputs), query, key)
+
+
+def learn(drawn: Sample, regularization: float, steps: int) -> Tensor:
+    """Learn a mask in [0, 1] on each fused W by Algorithm 1, which `mode: mask` of attnprune runs on two factors.
+
+    Minimises 1/2 ||P~ - P||_F^2 + regularization / 2 ||M||_F^2.
+
+    Returns:
+        M [seeds, width, width].
+    """
+    weight = drawn.weight
+    dense = drawn.sides(weight)
+
+    def gradients(_x: Tensor, pruned: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        errors, _, (by_query, _) = matrix_gradients(drawn.attention, dense, drawn.sides(pruned[0]))
+        return errors.sum(), [drawn.inputs.transpose(1, 2) @ by_query[0]]
+
+    of_all = regularization * weight.numel()
+    (relaxed,), _ = learn_masks(gradients, drawn.inputs, [weight], regularization=of_all, steps=steps)
+    return relaxed
+
+
+def binarize(relaxed: Tensor, weight: Tensor, sparsity: float) -> Tensor:
+    """Keep the largest entries of M, dropping exactly round(sparsity * n) for each seed.
+
+    Clipping leaves many entries at exactly 0 and 1; of equal ones the smallest |W| is dropped first (ours).
+
+    Args:
+        relaxed: [seeds, width, width].
+        weight: W, of the same shape.
+        sparsity: fraction of zeros.
+
+    Returns:
+        bool, of the same shape, True = keep.
+    """
+    by_weight = weight.abs().flatten(1).argsort(dim=1, stable=True)
+    order = by_weight.gather(1, relaxed.flatten(1).gather(1, by_weight).argsort(dim=1, stable=True))
+    ranks = order.argsort(dim=1).to(weight.dtype)  # [seeds, width * width]
+    return drop_lowest(ranks, round(sparsity * ranks.shape[1])).view(relaxed.shape)
 
 
 def magnitude_fused(drawn: Sample, sparsity: float) -> Tensor:
     """Drop the smallest |W| of each fused matrix."""
-    weight = drawn.attention.weight
+    weight = drawn.weight
     keep = drop_lowest(weight.abs().flatten(1), round(sparsity * weight[0].numel()))
     return weight * keep.view(weight.shape)
 
 
 def wanda_factors(drawn: Sample, sparsity: float) -> Tensor:
     """Prune each factor by Wanda (arXiv 2306.11695), |W_ij| ||X_j||_2 within each output row, then fuse them."""
-    norms = drawn.attention.inputs.norm(dim=1)[:, None]  # [seeds, 1, width]
+    norms = drawn.inputs.norm(dim=1)[:, None]  # [seeds, 1, width]
     query, key = (_wanda(w, norms, sparsity) for w in (drawn.query, drawn.key))
     return query.transpose(1, 2) @ key
 
@@ -165,7 +211,7 @@ def sparsegpt_factors(drawn: Sample, sparsity: float) -> Tensor:
     """Prune and update each factor by SparseGPT (arXiv 2301.00774), thresholds over column blocks, then fuse them."""
     pattern = Unstructured(sparsity, group="layer")
     fused = []
-    for x, query, key in zip(drawn.attention.inputs, drawn.query, drawn.key, strict=True):
+    for x, query, key in zip(drawn.inputs, drawn.query, drawn.key, strict=True):
         factor, _ = inverse_cholesky(x.T @ x)
         fused.append(sweep(query, factor, pattern)[1].T @ sweep(key, factor, pattern)[1])
     return torch.stack(fused)
@@ -190,7 +236,6 @@ class Point:
         tokens: n.
         sparsity: the pruning ratio.
         errors: ||P~ - P||_F^2 / ||P||_F^2 of each reported seed, the ratio of *squared* norms.
-        unconverged: number of seeds that did not reach the tolerance.
     """
 
     panel: Panel
@@ -199,7 +244,6 @@ class Point:
     tokens: int
     sparsity: float
     errors: tuple[float, ...]
-    unconverged: int = 0
 
     @property
     def mean(self) -> float:
@@ -245,11 +289,7 @@ class Figure:
 
 
 def measure(settings: Settings, log: Callable[[str], None] = lambda _: None) -> Figure:
-    """Run the whole experiment.
-
-    Raises:
-        algorithm1.DivergedError: the `momentum` optimizer diverged.
-    """
+    """Run the whole experiment."""
     choices: dict[tuple[int, float], Choice] = {}
     for tokens in sorted({settings.tokens, *settings.token_counts}):
         log(f"choosing lambda on {settings.tuning_seeds} tuning seeds, n = {tokens}")
@@ -257,7 +297,7 @@ def measure(settings: Settings, log: Callable[[str], None] = lambda _: None) -> 
         choices |= {(tokens, c.sparsity): c for c in _choose(settings, tokens, sorted(sparsities))}
     log(f"error against lambda on {settings.seeds} seeds")
     drawn = _draw(settings, settings.tokens, settings.reported)
-    learned = {value: _learn(settings, drawn, value) for value in settings.regularizations}
+    learned = {value: learn(drawn, value, settings.steps) for value in settings.regularizations}
     points = [
         *(_ours("lambda", drawn, learned[value], value, settings.sparsity) for value in learned),
         *_baselines("lambda", drawn, settings.sparsity),
@@ -267,7 +307,7 @@ def measure(settings: Settings, log: Callable[[str], None] = lambda _: None) -> 
         value = choices[tokens, settings.sparsity].regularization
         same = tokens == settings.tokens
         longer = drawn if same else _draw(settings, tokens, settings.reported)
-        masks = learned[value] if same else _learn(settings, longer, value)
+        masks = learned[value] if same else learn(longer, value, settings.steps)
         points += [_ours("n", longer, masks, value, settings.sparsity), *_baselines("n", longer, settings.sparsity)]
     log(f"error against the pruning ratio on {settings.seeds} seeds")
     for sparsity in settings.sparsities:
@@ -279,7 +319,7 @@ def measure(settings: Settings, log: Callable[[str], None] = lambda _: None) -> 
 def _choose(settings: Settings, tokens: int, sparsities: Sequence[float]) -> Iterator[Choice]:
     """Choose lambda by the mean error over the tuning seeds, for each sparsity."""
     drawn = _draw(settings, tokens, settings.tuning)
-    learned = {value: _learn(settings, drawn, value) for value in settings.regularizations}
+    learned = {value: learn(drawn, value, settings.steps) for value in settings.regularizations}
     for sparsity in sparsities:
         errors = {value: fmean(_errors(drawn, masks, sparsity)) for value, masks in learned.items()}
         yield Choice(tokens, sparsity, min(errors, key=errors.__getitem__), errors)
@@ -289,32 +329,18 @@ def _draw(settings: Settings, tokens: int, seeds: Sequence[int]) -> Sample:
     return sample(seeds, tokens=tokens, width=settings.width, rank=settings.rank, scale=settings.scale)
 
 
-def _learn(settings: Settings, drawn: Sample, regularization: float) -> Learned:
-    return learn_mask(
-        drawn.attention,
-        regularization,
-        optimizer=settings.optimizer,
-        steps=settings.steps,
-        tolerance=settings.tolerance,
-        step_size=settings.step_size,
-        momentum=settings.momentum,
-    )
+def _errors(drawn: Sample, relaxed: Tensor, sparsity: float) -> list[float]:
+    keep = binarize(relaxed, drawn.weight, sparsity)
+    return [float(e) for e in drawn.relative_error(drawn.weight * keep)]
 
 
-def _errors(drawn: Sample, learned: Learned, sparsity: float) -> list[float]:
-    weight = drawn.attention.weight
-    keep = binarize(learned.relaxed, weight, sparsity)
-    return [float(e) for e in drawn.attention.relative_error(weight * keep)]
-
-
-def _ours(panel: Panel, drawn: Sample, learned: Learned, regularization: float, sparsity: float) -> Point:
-    errors = tuple(_errors(drawn, learned, sparsity))
-    tokens = drawn.attention.inputs.shape[1]
-    return Point(panel, OURS, regularization, tokens, sparsity, errors, int((~learned.converged).sum()))
+def _ours(panel: Panel, drawn: Sample, relaxed: Tensor, regularization: float, sparsity: float) -> Point:
+    errors = tuple(_errors(drawn, relaxed, sparsity))
+    return Point(panel, OURS, regularization, drawn.inputs.shape[1], sparsity, errors)
 
 
 def _baselines(panel: Panel, drawn: Sample, sparsity: float) -> Iterator[Point]:
-    tokens = drawn.attention.inputs.shape[1]
+    tokens = drawn.inputs.shape[1]
     for name, prune in BASELINES.items():
-        errors = drawn.attention.relative_error(prune(drawn, sparsity))
+        errors = drawn.relative_error(prune(drawn, sparsity))
         yield Point(panel, name, None, tokens, sparsity, tuple(float(e) for e in errors))

@@ -21,7 +21,7 @@ from compressx import __version__
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-CSV_COLUMNS = ("panel", "method", "lambda", "n", "rho", "seeds", "mean", "ci95_low", "ci95_high", "unconverged")
+CSV_COLUMNS = ("panel", "method", "lambda", "n", "rho", "seeds", "mean", "ci95_low", "ci95_high")
 
 _METHODS = (*BASELINES, OURS)
 _STYLES = dict(zip(_METHODS, (("#0072b2", "s"), ("#009e73", "^"), ("#7f7f7f", "D"), ("#d55e00", "o")), strict=True))
@@ -49,7 +49,6 @@ def rows(figure: Figure) -> list[Row]:
             "mean": p.mean,
             "ci95_low": p.mean - p.half_width,
             "ci95_high": p.mean + p.half_width,
-            "unconverged": p.unconverged,
         }
         for p in figure.points
     ]

@@ -65,7 +65,7 @@ def test_the_command_offers_every_kind_of_package() -> None:
 
 def test_nothing_of_the_template_is_left_in_a_new_package(package: Path) -> None:
     text = "".join(path.read_text() for path in package.rglob("*") if path.is_file())
-    assert not re.search(r"@(?!hookimpl)\w+@?", text)
+    assert not re.search(r"@(?!hookimpl|score_pruner)\w+@?", text)
     assert len(list(package.rglob("*.*"))) == 4
 
 
