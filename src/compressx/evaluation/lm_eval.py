@@ -237,7 +237,10 @@ def run_tasks(
             raise CalibrationError(f"lm_eval.tasks: the dataset of a task could not be fetched: {error}") from error
         except OverflowError as error:
             raise CalibrationError("lm_eval.tasks: a perplexity overflows; the model's weights are broken") from error
-    _warn_of_fixed_examples(settings.num_fewshot, results["n-shot"])
+    # The harness never changes a number of examples that a task sets to 0.
+    if settings.num_fewshot and (fixed := [name for name, number in results["n-shot"].items() if number == 0]):
+        asked = settings.num_fewshot
+        _log.warning("lm_eval.num_fewshot is %d, but without examples ran %s, which sets 0", asked, ", ".join(fixed))
     return {name: _numbers(name, metrics) for name, metrics in results["results"].items()}
 
 
@@ -272,12 +275,6 @@ def _language_model(selection: Callable[[], ReadySelector] | None) -> Any:
             return torch.cat([context, written[:, kept:]], dim=1)  # the harness cuts the whole prompt off
 
     return Checking
-
-
-def _warn_of_fixed_examples(asked: int | None, used: Mapping[str, int]) -> None:
-    """Say which tasks keep their own number of examples: the harness never changes one that is 0."""
-    if asked and (fixed := [name for name, number in used.items() if number == 0]):
-        _log.warning("lm_eval.num_fewshot is %d, but without examples ran %s, which sets 0", asked, ", ".join(fixed))
 
 
 def _numbers(task: str, metrics: Mapping[str, Any]) -> dict[str, float]:

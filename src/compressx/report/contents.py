@@ -23,8 +23,8 @@ def head(report: RunReport) -> Iterator[Section]:
         rows.insert(0, ("parameters", f"{after / 1e6:.4g} M", f"dense {before / 1e6:.4g} M, {numbers}"))
     for name, dense, *pruned in _changes(report)[:2]:
         value, change, *_ = pruned or (dense, None)
-        changed = "" if change is None else f", {change:+.1%}"
-        note = f"dense {dense:.4g}{changed}" if pruned else "dense"
+        compared = f"dense {dense:.4g}" + ("" if change is None else f", {change:+.1%}") if dense is not None else ""
+        note = compared if pruned else "dense"
         rows.append((str(name).replace("_", " "), f"{value:.4g}", note))
     total = report.seconds.get("total", sum(report.seconds.values()))
     took = f"{total / 60:.1f} min" if total >= 120 else f"{total:.0f} s"
@@ -52,18 +52,17 @@ def _changed(report: RunReport) -> list[str]:
 def _changes(report: RunReport) -> list[list[Any]]:
     """Return `[measure, dense, finetuned, change, pruned, change]` of what was measured of all; changes from dense.
 
-    A run that prunes nothing measures the dense model only.
+    What compares a model with the dense one is not measured of that. A run that prunes nothing measures no other.
     """
     measured, changed = report.measures(), _changed(report)
+    if report.layers and not changed:
+        return []
     shown = {of: estimates({n: v for (n, model), v in measured.items() if model == of}) for of in ("dense", *changed)}
     rows = []
-    for name, value in shown["dense"].items():
-        if (changed or not report.layers) and all(name in shown[of] for of in changed):
-            dense = measured[name, "dense"]
-            changes = [measured[name, of] / dense - 1 if dense else None for of in changed]
-            rows.append(
-                [name, value, *(x for of, c in zip(changed, changes, strict=True) for x in (shown[of][name], c))]
-            )
+    for name in [name for name in shown[(*changed, "dense")[0]] if all(name in shown[of] for of in changed)]:
+        dense = measured.get((name, "dense"))
+        changes = [(shown[of][name], measured[name, of] / dense - 1 if dense else None) for of in changed]
+        rows.append([name, shown["dense"].get(name), *(x for pair in changes for x in pair)])
     return rows
 
 
@@ -97,10 +96,6 @@ def _exports(report: RunReport) -> Iterator[Section]:
     if rows:
         columns = [Column("format"), Column("MB", ".4g"), Column("zeros", ".2%"), *each]
         yield Section("Written files, read again", table=table(columns, rows))
-
-
-def _stages(report: RunReport) -> Iterator[Section]:
-    yield Section("Seconds by stage", table=table(["stage", Column("seconds", ".1f")], report.seconds.items()))
 
 
 def _figures(report: RunReport) -> Iterator[Section]:
@@ -139,7 +134,8 @@ def _software(report: RunReport) -> Iterator[Section]:
 
 def details(report: RunReport, recipe: str = "") -> Iterator[Section]:
     """Yield what comes last: seconds, figures, every linear, software and the recipe."""
-    for build in (_stages, _figures, _layers, _software):
+    yield Section("Seconds by stage", table=table(["stage", Column("seconds", ".1f")], report.seconds.items()))
+    for build in (_figures, _layers, _software):
         yield from build(report)
     if recipe:
         yield Section("Recipe", text=recipe, brief=counted(recipe.splitlines(), "line"))

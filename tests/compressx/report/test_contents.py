@@ -50,9 +50,10 @@ def test_the_modules_have_a_row_for_each_kind_pruner_and_pattern_and_one_for_all
     ("evaluation", "expected"),
     [
         ({}, []),
-        (  # a change from zero is left blank, and a number of one model only out
-            {"dense": {"acc": 0.0, "only": 1.0, "f1": 0.5}, "pruned": {"acc": 0.5, "f1": 0.25}},
-            [["measure", "dense", "pruned", "change"], ["acc", "0", "0.5", ""], ["f1", "0.5", "0.25", "-50.0%"]],
+        (  # a change from zero is left blank, and a number of the dense model only out
+            {"dense": {"acc": 0.0, "only": 1.0, "f1": 0.5}, "pruned": {"acc": 0.5, "f1": 0.25, "new": 2.0}},
+            [["measure", "dense", "pruned", "change"], ["acc", "0", "0.5", ""], ["f1", "0.5", "0.25", "-50.0%"],
+             ["new", "", "2", ""]],
         ),
         (
             {"dense": {"token_perplexity": 10.0, "arc": {"acc": 0.5}}, "pruned": {"token_perplexity": 15.0},
