@@ -20,6 +20,8 @@ from tests.accelerator.tensors import SHOWN, DeviceGenerator, DeviceTensor, is_s
 from torch._utils import _dummy_type
 from torch.utils.checkpoint import DefaultDeviceType
 
+from compressx.models import architecture
+
 MEMORY_BYTES = 16 * 2**30
 """What the device has, if nothing else is said."""
 
@@ -47,6 +49,8 @@ def pretended_accelerator(*, memory_bytes: int = MEMORY_BYTES) -> Iterator[Recor
     with ExitStack() as stack:
         for target, name, new in _replaced(accelerator, memory_bytes):
             stack.enter_context(mock.patch.object(target, name, new, create=True))
+        plain = architecture._PLAIN_CLASSES | {"DeviceTensor"}
+        stack.enter_context(mock.patch.object(architecture, "_PLAIN_CLASSES", plain))
         stack.enter_context(_modes(accelerator))
         yield accelerator.record
 

@@ -105,12 +105,6 @@ def metadata_of(config: Any, architecture: str) -> dict[str, Any]:
         del found["attention.sliding_window"]
     if architecture in {"bloom", "gpt2"}:
         found |= {"feed_forward_length": getattr(config, "n_inner", None) or 4 * config.hidden_size}
-    elif architecture == "falcon":
-        shared = config.multi_query and not config.new_decoder_architecture
-        found |= {"feed_forward_length": config.ffn_hidden_size, "tensor_data_layout": "jploski"}
-        found["attention.head_count_kv"] = (
-            1 if shared else config.num_kv_heads if config.new_decoder_architecture else config.num_attention_heads
-        )
     elif architecture == "minimax-m2":
         found |= {"expert_gating_func": 2, "expert_feed_forward_length": config.intermediate_size}
     elif architecture == "lfm2":
@@ -119,7 +113,7 @@ def metadata_of(config: Any, architecture: str) -> dict[str, Any]:
         found["attention.layer_norm_rms_epsilon"] = config.norm_eps
     if architecture in _ROTATED_IN_PART:
         found["rope.dimension_count"] = int(size * rope.get("partial_rotary_factor", 1.0))
-    elif architecture in {"llama", "falcon"}:
+    elif architecture == "llama":
         found["rope.dimension_count"] = size
     epsilons = [getattr(config, name) for name in _EPSILONS if hasattr(config, name)]
     if epsilons and architecture != "lfm2":
@@ -140,11 +134,6 @@ def _stored(architecture: str, config: Any, name: str, x: np.ndarray) -> np.ndar
         x = x.T
     if architecture == "bloom" and kind.startswith("attn_qkv"):  # a query, key and value a head: first all queries
         x = x.reshape(heads, 3, hidden // heads, -1).swapaxes(0, 1).reshape(x.shape)
-    if architecture == "falcon" and kind.startswith("attn_qkv"):  # a group's queries, its key, its value, the next
-        size = hidden // heads
-        groups = x.shape[0] // size - heads >> 1
-        x = x.reshape(groups, -1, size, *x.shape[1:])
-        x = np.concatenate([part.reshape(-1, *x.shape[3:]) for part in (x[:, :-2], x[:, -2], x[:, -1])])
     return np.ascontiguousarray(x.squeeze() if "shortconv.conv" in kind or kind == "ffn_gate_inp_shexp.weight" else x)
 
 
@@ -237,7 +226,6 @@ _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size":
 
 ARCHITECTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "bloom": ("bloom", {**_PLAIN, "n_layer": 3, "n_head": 4}),
-    "falcon": ("falcon", {**_PLAIN, "multi_query": True, "bias": False}),
     "gemma2": ("gemma2", {**_GEMMA, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
     "gemma3": ("gemma3_text", {**_GEMMA, "num_key_value_heads": 1}),
     "gpt2": ("gpt2", {**_PLAIN, "n_positions": 128}),

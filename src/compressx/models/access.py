@@ -6,10 +6,10 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from threading import Thread
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -31,41 +31,44 @@ class WriteBehind:
     """
 
     def __init__(self) -> None:
-        self._thread: Thread | None = None
         self._fqn: str | None = None
-        self._error: BaseException | None = None
+        self._pool: ThreadPoolExecutor | None = None
+        self._written: Future[None] | None = None
 
     def begin(
         self, fqn: str, path: Path, tensors: Callable[[], Mapping[str, Tensor]], then: Callable[[], None] | None = None
     ) -> None:
         """Begin to write what `tensors` returns, copied to the host; `then` is called in the thread when it is on disk.
 
-        Raises:
-            ArtifactError: the block before could not be written.
+        An `ArtifactError` says that the block before could not be written.
         """
         self.end()
         copies = {name: begin_to_host(tensor) for name, tensor in tensors().items()}
         for _, arrived in copies.values():
             arrived()
         held = {name: copied for name, (copied, _) in copies.items()}
-        self._fqn = fqn
-        # No daemon: a program that ends waits for it, and so leaves no part of a file.
-        self._thread = Thread(target=self._write, args=(path, held, then), name=f"write {path.name}")
-        del held, copies
-        self._thread.start()
+
+        def write() -> None:
+            shards.write_tensors(path, held)
+            if then is not None:
+                then()
+
+        # A program that ends waits for the thread of a pool, and so leaves no part of a file.
+        self._fqn, self._pool = fqn, ThreadPoolExecutor(1, f"write {path.name}")
+        self._written = self._pool.submit(write)
+        self._pool.shutdown(wait=False)  # there is no more
 
     def end(self, fqn: str | None = None) -> None:
         """Wait until a block is written, or whichever was begun if none is named.
 
-        Raises:
-            ArtifactError: this block or one before could not be written; nothing is left of its file. Raised by every
-                further call, because the file is still missing.
+        An `ArtifactError` says that this block or one before could not be written, and nothing is left of its file. It
+        is raised by every further call, because the file is still missing.
         """
-        if self._thread is not None and fqn in (None, self._fqn):
-            self._thread.join()
-            self._thread = None
-        if self._error is not None:
-            raise self._error
+        if self._pool is None or self._written is None:
+            return
+        if fqn in (None, self._fqn) or self._written.done():
+            self._pool.shutdown()
+            self._written.result()
 
     @contextmanager
     def ended(self) -> Iterator[None]:
@@ -77,14 +80,6 @@ class WriteBehind:
                 self.end()
             raise
         self.end()
-
-    def _write(self, path: Path, tensors: Mapping[str, Tensor], then: Callable[[], None] | None) -> None:
-        try:
-            shards.write_tensors(path, tensors)
-            if then is not None:
-                then()
-        except BaseException as error:  # noqa: BLE001 - raised by `end`, in the thread that works on
-            self._error = error
 
 
 Device: TypeAlias = str
@@ -160,39 +155,32 @@ class InMemory:
 
     @property
     def device(self) -> torch.device:
-        """Device of the model's parameters."""
         device: torch.device = next(self.model.parameters()).device
         return device
 
     @contextmanager
     def materialise(self, fqn: str) -> Iterator[nn.Module]:
-        """Yield the block; changes to it persist."""
         yield self.model.get_submodule(fqn)
 
     def read_ahead(self, fqn: str) -> None:
         """Do nothing: all weights are in memory."""
 
     def logits(self, batches: Sequence[Tensor]) -> Iterator[Tensor]:
-        """Yield the logits of each batch."""
         for batch in batches:
             yield self.model(batch.to(self.device), use_cache=False).logits
 
     @contextmanager
     def whole(self) -> Iterator[Any]:
-        """Yield the model."""
         yield self.model
 
     def write(self, fqn: str, folder: Path, then: Callable[[], None] | None = None) -> None:
-        """Begin to write a block's weights, so that an interrupted run can be resumed."""
         tensors = shards.own_tensors(self.model, find_blocks(self.model), fqn)
         self._behind.begin(fqn, block_file(folder, fqn), lambda: shards.checkpoint_tensors(self.model, tensors), then)
 
     def written(self) -> None:
-        """Wait for all that `write` was given."""
         self._behind.end()
 
     def read(self, fqn: str, folder: Path) -> None:
-        """Load a block's weights that `write` wrote."""
         self._behind.end(fqn)
         conversions = getattr(self.model, "_weight_conversions", None)
         shards.load(self.model, shards.of_file(block_file(folder, fqn), fqn), fqn, self.device)
@@ -200,11 +188,6 @@ class InMemory:
         self.model.tie_weights(recompute_mapping=False)  # loading replaced parameters that are shared
 
     def save(self, tokenizer: Any | None, written: Path, folder: Path) -> None:  # noqa: ARG002 - all is in memory
-        """Save the model.
-
-        Raises:
-            ArtifactError: it cannot be written.
-        """
         save_model(self.model, tokenizer, folder)
 
 
@@ -215,11 +198,7 @@ def block_file(folder: Path, fqn: str) -> Path:
 
 @contextmanager
 def differences(access: Access, fqn: str, linears: Mapping[str, Linear]) -> Iterator[dict[str, Linear]]:
-    """Yield linears of a block, or outside the blocks; their `weight` is the difference from the base, if there is one.
-
-    Raises:
-        ArtifactError: as for `materialise`, or the base has no such linear: its head may be tied to its embedding.
-    """
+    """Yield linears of a block, or outside the blocks; their `weight` is the difference from a base if there is one."""
     if access.base is None:
         yield {**linears}
         return
@@ -228,7 +207,7 @@ def differences(access: Access, fqn: str, linears: Mapping[str, Linear]) -> Iter
         based = {name: x.held for name, x in {**found.linears, **found.outside}.items()}
         for name, linear in linears.items():
             if name not in based or based[name].shape != linear.held.shape:
-                shape = [*based[name].shape] if name in based else "no linear of its own"
+                shape = [*based[name].shape] if name in based else "no linear of its own"  # such as a tied head
                 raise ArtifactError(f"base: {name} is {shape}, and {[*linear.held.shape]} in the model")
         yield {name: replace(linear, base=based[name]) for name, linear in linears.items()}
 
@@ -286,48 +265,31 @@ def config_fingerprint(model: Any) -> str:
 
 
 def device_for(wanted: Device) -> torch.device:
-    """Return the device of the model; `auto` is CUDA if available. Each process gets its own GPU.
-
-    Raises:
-        CompressxError: no such device, CUDA is requested but not available, there are fewer GPUs than processes, or
-            several processes are given the same GPU.
-    """
+    """Return the device of the model; `auto` is CUDA if available. Each process gets its own GPU."""
     try:
         device = torch.device("cuda" if wanted == "auto" else wanted)
     except RuntimeError:
         raise CompressxError(f"device {wanted}: unknown; expected auto, cpu, cuda or cuda:N, such as cuda:1") from None
-    if device.type == "mps":
-        raise CompressxError(
-            "device mps: pruning sums in float64, which Apple GPUs do not have; use --device cpu, or leave it out"
-        )
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device.type == "cpu" or (wanted == "auto" and not gpus):
         return torch.device("cpu")
-    if device.type != "cuda":
-        raise CompressxError(f"device {wanted}: compressx runs on cpu and cuda only; choose one of them")
-    if not gpus:
-        raise CompressxError(
-            f"device {wanted}: torch {torch.__version__} finds no CUDA GPU; use --device cpu, or leave it out to use a "
-            "GPU only if there is one"
-        )
-    return _gpu(device, gpus)
-
-
-def _gpu(device: torch.device, gpus: int) -> torch.device:
-    """Return this process's GPU, and make it torch's current one."""
     own, chosen = int(os.environ.get("LOCAL_RANK", "0")), device != torch.device("cuda")
-    if not chosen and own >= gpus:
-        raise CompressxError(
-            f"device cuda: process {own} of this machine needs its own GPU, but torch finds {gpus}; start at most "
-            f"{gpus} processes (torchrun --nproc-per-node {gpus}), or use --device cpu"
-        )
-    if chosen and os.environ.get("LOCAL_WORLD_SIZE", "1") != "1":
-        raise CompressxError(
-            f"device {device}: every process needs its own GPU; use --device cuda, and CUDA_VISIBLE_DEVICES to choose "
-            "among them"
-        )
-    if chosen and device.index >= gpus:
-        raise CompressxError(f"device {device}: torch finds {gpus}, cuda:0 to cuda:{gpus - 1}; choose one of them")
+    alone = os.environ.get("LOCAL_WORLD_SIZE", "1") == "1"
+    refusals = {
+        "pruning sums in float64, which Apple GPUs lack; use --device cpu, or leave it out": device.type == "mps",
+        "compressx runs on cpu and cuda only; choose one of them": device.type != "cuda",
+        f"torch {torch.__version__} finds no CUDA GPU; use --device cpu, or leave it out to use a GPU only if there is "
+        "one": not gpus,
+        f"process {own} of this machine needs its own GPU, but torch finds {gpus}; start at most {gpus} processes "
+        f"(torchrun --nproc-per-node {gpus}), or use --device cpu": not chosen and own >= gpus,
+        "every process needs its own GPU; use --device cuda, and CUDA_VISIBLE_DEVICES to choose among them": (
+            chosen and not alone
+        ),
+        f"torch finds {gpus}, cuda:0 to cuda:{gpus - 1}; choose one of them": chosen and (device.index or 0) >= gpus,
+    }
+    for why, refused in refusals.items():
+        if refused:
+            raise CompressxError(f"device {device}: {why}")
     device = device if chosen else torch.device("cuda", own)
     torch.cuda.set_device(device)
     return device

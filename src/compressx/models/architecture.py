@@ -27,6 +27,9 @@ _COMPUTED = {
 }
 """Classes of hooks and parametrizations that compute a weight for each forward pass, and what makes it permanent."""
 
+_PLAIN_CLASSES = frozenset(("Tensor", "Parameter"))
+"""Names of the classes that weights may be of."""
+
 _DEPTH = re.compile("layer|block|depth|stage", re.IGNORECASE)
 """Names under which configs keep their number of decoder blocks."""
 
@@ -57,22 +60,21 @@ class Architecture:
 
 
 def survey(model: nn.Module) -> Architecture:
-    """Find a model's decoder blocks, prunable linears, and every other module with a matrix; also on `meta`.
-
-    Raises:
-        UnsupportedModelError: no list of decoder blocks, or more than one, is found, or none of them has a linear.
-    """
+    """Find a model's decoder blocks, prunable linears, and every other module with a matrix; also on `meta`."""
     blocks = find_blocks(model)
     linears: dict[str, Linear] = {}
     outside: dict[str, Linear] = {}
     unprunable: dict[str, str] = {}
-    tied = _tied_parameters(model)
+    owners: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owners.setdefault(id(parameter), []).append(name)
     for name, module in model.named_modules():
         if not any(True for _ in _matrices(module)):
             continue
         in_block = any(name.startswith(f"{fqn}.") for fqn in blocks)
         reason = _why_not_prunable(module)
-        if reason is None and (others := tied.get(f"{name}.weight")):
+        tied = owners.get(id(module._parameters.get("weight")), [])
+        if reason is None and (others := [n for n in tied if n != f"{name}.weight"]):
             reason = f"its weight is tied to {', '.join(others)}; pruning it would prune both"
         if reason is not None:
             unprunable[name] = reason
@@ -96,11 +98,7 @@ def linears_of(name: str, module: nn.Module) -> list[Linear]:
 
 
 def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """Find the decoder blocks: the outermost ModuleList whose length is the config's number of layers.
-
-    Raises:
-        UnsupportedModelError: none or several match; the message lists the model's module lists.
-    """
+    """Find the decoder blocks: the one outermost ModuleList whose length is the config's number of layers."""
     config = text_config(model)
     lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
     outermost = {n: m for n, m in lists.items() if not any(n.startswith(f"{other}.") for other in lists)}
@@ -127,13 +125,11 @@ def refuse_prepared(model: nn.Module, action: str = "saved", allowed: str = "") 
         model: any module.
         action: the refused action, as a participle for the message.
         allowed: name of a class of parametrizations or tensors that is accepted.
-
-    Raises:
-        ArtifactError: names what its weights are, and a module.
     """
     found = [(name, *why) for name, module in model.named_modules() if (why := _not_plain(module, allowed))]
     if found:
-        (name, state, advice), more = found[0], f" and {len(found) - 1} more" if len(found) > 1 else ""
+        name, state, advice = found[0]
+        more = f" and {len(found) - 1} more" if found[1:] else ""
         raise ArtifactError(
             f"the model cannot be {action} while its weights are {state} ({name or type(model).__name__}{more}); "
             f"{advice} first"
@@ -154,8 +150,8 @@ def _not_plain(module: nn.Module, allowed: str) -> tuple[str, str] | None:
             return f"parametrized by {type(made).__name__}", f"call {call}"
     if isinstance(vars(module).get("weight"), Tensor):
         return "no parameters", "set module.weight to an nn.Parameter"
-    for x in (*module._parameters.values(), *module._buffers.values()):  # DeviceTensor: of a pretended one
-        if x is not None and type(x) not in (Tensor, nn.Parameter) and not {"DeviceTensor", allowed} & _classes(x):
+    for x in (*module._parameters.values(), *module._buffers.values()):
+        if x is not None and type(x).__name__ not in _PLAIN_CLASSES and allowed not in _classes(x):
             return f"of class {type(x).__name__}", "load the model whole and in full precision, or dequantize it,"
     return None
 
@@ -246,9 +242,9 @@ def _refuse_without_linears(blocks: Mapping[str, nn.Module], unprunable: Mapping
         if any(b.dim() >= 2 for b in module.buffers(recurse=False)):  # of classes that pack their weights
             held.append((n, f"not a linear: {type(module).__name__} holds buffers"))
     name, why = held[0] if held else (next(iter(blocks)), "not a module with matrices")
-    told = f"{name} {'is' if why.startswith('not') else 'cannot be pruned:'} {why}"
+    said = f"{name} {'is' if why.startswith('not') else 'cannot be pruned:'} {why}"
     raise UnsupportedModelError(
-        f"the blocks have no linear that compressx knows; {told}; expected nn.Linear, transformers' Conv1D or fused "
+        f"the blocks have no linear that compressx knows; {said}; expected nn.Linear, transformers' Conv1D or fused "
         "experts in floating point"
     )
 
@@ -263,11 +259,3 @@ def _why_not_prunable(module: nn.Module) -> str | None:
         if not weight.dtype.is_floating_point or weight.element_size() < 2:
             return f"its weight is quantized ({weight.dtype}); prune before quantizing"
     return None
-
-
-def _tied_parameters(model: nn.Module) -> dict[str, list[str]]:
-    """Map each name of a shared parameter to its other names."""
-    owners: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        owners.setdefault(id(parameter), []).append(name)
-    return {name: [n for n in names if n != name] for names in owners.values() if len(names) > 1 for name in names}

@@ -76,27 +76,16 @@ class InFiles:
     _count: int = field(default=0, init=False)
 
     def __call__(self, states: Tensor) -> Tensor:
-        """Return a copy in a file, on the CPU.
-
-        Raises:
-            ArtifactError: not enough disk space. It is reserved first, because writing to a mapped file on a full disk
-                kills the process.
-        """
+        """Return a copy in a file. Its space is reserved: on a full disk, a write to a mapped file kills."""
         path = self.folder / f"{self._count}.states"
         self._count += 1
         with os_errors_named("write", path):
             self.folder.mkdir(parents=True, exist_ok=True)
             with path.open("w+b") as file:
-                _reserve(file.fileno(), max(1, states.numel() * states.element_size()))
+                reserve = getattr(os, "posix_fallocate", lambda fd, _, size: os.truncate(fd, size))  # macOS has none
+                reserve(file.fileno(), 0, max(1, states.numel() * states.element_size()))
         mapped = torch.from_file(str(path), shared=True, size=states.numel(), dtype=states.dtype)
         return mapped.view(states.shape).copy_(to_host(states))
-
-
-def _reserve(file: int, size: int) -> None:
-    if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(file, 0, size)
-    else:  # macOS
-        os.truncate(file, size)
 
 
 class _Output(Tensor):
@@ -113,8 +102,8 @@ class _Output(Tensor):
         at = next(x for x in dis.get_instructions(frame.f_code) if x.offset == frame.f_lasti)
         if at.opname != "UNPACK_SEQUENCE":
             raise UnsupportedModelError(
-                f"{self.fqn}: the model goes through the output of this block; supported are models that use it whole, "
-                "index it, or unpack it into names"
+                f"{self.fqn}: the model iterates over the output of this block; supported are models that use it "
+                "whole, index it, or unpack it into names"
             )
         return (self[i] for i in range(at.argval))
 
@@ -141,17 +130,16 @@ class _Handed:
         if name.startswith("__"):
             raise AttributeError(name)
         raise UnsupportedModelError(
-            f"{self.fqn}: the model reads {name} of what this block returns at {self.index}, {_HANDED}"
+            f"{self.fqn}: the model reads {name} of what this block returns at {self.index}, which can only be handed "
+            "on to later blocks"
         )
 
     @classmethod
     def __torch_function__(cls, function: Any, *_: Any) -> Any:
         raise UnsupportedModelError(
-            f"the model computes {function.__name__} of what a block returns beside hidden states, {_HANDED}"
+            f"the model computes {function.__name__} of what a block returns beside hidden states, which can only be "
+            "handed on to later blocks"
         )
-
-
-_HANDED = "which can only be handed on to later blocks"
 
 
 @dataclass(frozen=True, eq=False)
@@ -188,50 +176,54 @@ def capture_calls(
         The input of block 0, [batch, tokens, width] for each batch; and for each block, one call per batch. Equal
         tensors (rotary tables, masks) are one object for all batches and blocks.
 
-    Raises:
-        UnsupportedModelError: a block is not called exactly once, in order, on the previous block's output.
+    A model is refused unless each block is called once, in order, on the previous block's output.
     """
     states: list[Tensor] = []
     calls: dict[str, list[BlockCall]] = {fqn: [] for fqn in blocks}
     known: list[Tensor] = []
-    order = list(blocks)
     for batch in batches:
-        reached: list[str] = []
-        passed: list[Tensor] = []
-        made: dict[str, BlockCall] = {}
-
-        def record(
-            fqn: str, hidden: Tensor, call: BlockCall, reached: list[str] = reached, passed: list[Tensor] = passed,
-            made: dict[str, BlockCall] = made,
-        ) -> Tensor:  # fmt: skip
-            if reached and not _same(hidden, passed[-1]):
-                raise UnsupportedModelError(
-                    f"{fqn}: the model changes the hidden states between {reached[-1]} and this block, so blocks "
-                    "cannot be pruned one at a time"
-                )
-            if hidden.dim() != 3:
-                raise UnsupportedModelError(
-                    f"{fqn} takes hidden states {[*hidden.shape]}, expected [batch, tokens, width]; a model with "
-                    "several residual streams can only be pruned without calibration, such as by magnitude"
-                )
-            reached.append(fqn)
-            passed.append(hidden)
-            made[fqn] = _changed(call, partial(_shared, known=known))
-            if fqn == order[-1]:
-                raise _AllBlocksReachedError
-            return hidden
-
-        with replaced_forwards(blocks, record), torch.no_grad(), contextlib.suppress(_AllBlocksReachedError):
-            model(batch, use_cache=False)
-        if reached != order:
-            raise UnsupportedModelError(
-                f"{order[0].rpartition('.')[0]}: expected its {len(order)} blocks to be called once each, in order; "
-                f"called: {', '.join(reached) or 'none'}"
-            )
-        states.append(keep(passed[0]))
+        entered, made = _calls_of(model, blocks, batch)
+        states.append(keep(entered))
         for fqn, call in _linked(made).items():
-            calls[fqn].append(call)
+            calls[fqn].append(_changed(call, partial(_shared, known=known)))
     return states, calls
+
+
+def _calls_of(
+    model: Callable[..., Any], blocks: Mapping[str, nn.Module], batch: Tensor
+) -> tuple[Tensor, dict[str, BlockCall]]:
+    """Return what enters the first block, and the other arguments of each, for one batch."""
+    passed: list[Tensor] = []
+    reached: list[str] = []
+    made: dict[str, BlockCall] = {}
+    order = list(blocks)
+
+    def record(fqn: str, hidden: Tensor, call: BlockCall) -> Tensor:
+        if reached and not _same(hidden, passed[-1]):
+            raise UnsupportedModelError(
+                f"{fqn}: the model changes the hidden states between {reached[-1]} and this block, so blocks cannot be "
+                "pruned one at a time"
+            )
+        if hidden.dim() != 3:
+            raise UnsupportedModelError(
+                f"{fqn} takes hidden states {[*hidden.shape]}, expected [batch, tokens, width]; a model with several "
+                "residual streams can only be pruned without calibration, such as by magnitude"
+            )
+        reached.append(fqn)
+        passed.append(hidden)
+        made[fqn] = call
+        if fqn == order[-1]:
+            raise _AllBlocksReachedError
+        return hidden
+
+    with replaced_forwards(blocks, record), torch.no_grad(), contextlib.suppress(_AllBlocksReachedError):
+        model(batch, use_cache=False)
+    if reached != order:
+        raise UnsupportedModelError(
+            f"{order[0].rpartition('.')[0]}: expected its {len(order)} blocks to be called once each, in order; "
+            f"called: {', '.join(reached) or 'none'}"
+        )
+    return passed[0], made
 
 
 def _linked(calls: Mapping[str, BlockCall]) -> dict[str, BlockCall]:
@@ -262,9 +254,6 @@ def check_calls(model: nn.Module, found: Architecture) -> tuple[bool, set[str]]:
     Returns:
         Whether a block is handed more of an earlier one's output than hidden states; and linears that their blocks do
         not call, such as the attention of a decoder to an encoder that is not there.
-
-    Raises:
-        UnsupportedModelError: as `capture_calls`.
     """
     zeros = {
         name: torch.zeros((), dtype=x.dtype).expand(x.shape)
@@ -326,7 +315,8 @@ def replay(block: nn.Module, hidden: Tensor, call: BlockCall) -> Tensor:
         handed = linked.handed
         call = _changed(call, lambda x: handed[x.fqn][x.index] if isinstance(x, _Handed) else x)
     if hidden.dtype == torch.float32 and (hidden.is_meta or not torch.is_autocast_enabled(hidden.device.type)):
-        call = _changed(call, _in_float32)
+        narrow = (torch.bfloat16, torch.float16)
+        call = _changed(call, lambda x: x.float() if isinstance(x, Tensor) and x.dtype in narrow else x)
     output = block(hidden, *call.args, **call.kwargs)
     result: Tensor = output[0] if isinstance(output, tuple | list) else output
     if isinstance(linked, LinkedCall) and isinstance(output, tuple | list):
@@ -384,11 +374,6 @@ def _same(hidden: Tensor, passed: Tensor) -> bool:
     )
 
 
-def _in_float32(value: Any) -> Any:
-    """Convert a float16 or bfloat16 tensor to float32."""
-    return value.float() if isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16) else value
-
-
 def _shared(value: Any, known: list[Tensor]) -> Any:
     """Replace a tensor by an equal one in `known`: rotary tables and masks repeat for batches of one shape."""
     if not isinstance(value, Tensor) or any(other is value for other in known):
@@ -435,7 +420,7 @@ def shared_states(call: BlockCall) -> list[UserDict[Any, tuple[Any, ...]]]:
 
 
 class BlockwiseBackward:
-    """Blocks gone through from last to first, with the gradients that reach their `shared_states`.
+    """Blocks from last to first, with the gradients that reach their `shared_states`.
 
     A block that reads them is a function of them. The gradients of all that read are added up, and go on into the block
     that wrote.
@@ -450,8 +435,11 @@ class BlockwiseBackward:
         """Run a block on its input, which requires a gradient."""
         for kept, leaves in zip(self._kept, self._leaves, strict=True):
             for key, tensors in [*kept.items()]:
-                if key not in leaves:
-                    leaves[key] = tuple(map(_leaf, tensors))
+                if key not in leaves:  # indices have no gradient
+                    leaves[key] = tuple(
+                        x.detach().requires_grad_(True) if isinstance(x, Tensor) and x.is_floating_point() else x
+                        for x in tensors
+                    )
                 kept[key] = leaves[key]
         return run(x)
 
@@ -480,11 +468,6 @@ class BlockwiseBackward:
                 before = self._gradients.get(id(leaf))
                 self._gradients[id(leaf)] = reached if before is None else before + reached
         return entered
-
-
-def _leaf(value: Any) -> Any:
-    """Return what a gradient can be had of, or the value itself where there is none, such as of indices."""
-    return value.detach().requires_grad_(True) if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
 @dataclass(frozen=True, eq=False)
@@ -529,11 +512,9 @@ def each_block(
     Its weights are loaded until the next iteration. `calls` are the arguments of each block,
     from `capture`.
 
-    Raises:
-        ArtifactError: weights that cannot be read.
+    An `ArtifactError` refuses weights that cannot be read.
     """
-    order = list(found.blocks)
-    config = text_config(access.model)
+    order, config = list(found.blocks), text_config(access.model)
     wanted = order if names is None else list(names)
     for fqn, following in zip(wanted, [*wanted[1:], None], strict=False):
         with access.materialise(fqn) as module, differences(access, fqn, found.inside(fqn)) as linears:
@@ -556,9 +537,6 @@ def advance(fqn: str, runs: Sequence[Run], states: Sequence[Tensor], into: Seque
         runs: of the block, from `each_block`.
         states: the block's input, for each batch; overwritten if `into` is None.
         into: where to write the output.
-
-    Raises:
-        UnsupportedModelError: an output that is not finite; found when all have been written.
     """
     rooms, fine = states if into is None else into, []
     with written_behind() as put:
@@ -569,7 +547,7 @@ def advance(fqn: str, runs: Sequence[Run], states: Sequence[Tensor], into: Seque
             if isinstance(call := run.call, LinkedCall):
                 for name in call.done:
                     call.handed.pop(name, None)
-    if first_damaged(rooms, fine) is not None:
+    if first_damaged(rooms, fine) is not None:  # asked once, when all have been written
         raise not_finite(fqn)
 
 

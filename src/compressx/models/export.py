@@ -40,9 +40,6 @@ def own_files(folder: Path, weights: Collection[Path] = ()) -> tuple[list[Path],
     Of a model these are its `weights`, as given, settings, code and notices; of an output folder what a run wrote. They
     are regular files, and no link leads out of the folder but to the hub's blobs. Hidden files and other weights are in
     neither list.
-
-    Raises:
-        ArtifactError: a folder that cannot be listed.
     """
     home, model, folders = folder.resolve(), model_folder(folder), [folder]
     kept, left = list[Path](), list[Path]()
@@ -80,8 +77,8 @@ def without_links(
     kept, left = own_files(folder, weights)
     for path in (path for path in left if any(fnmatch(path.name, x) for x in names)):
         if path.is_symlink():
-            told = f"{path} is a link to {os.path.realpath(path)}, expected a file in {folder}"
-            raise ArtifactError(one_line(f"{told}; put a copy there, or remove the link"))
+            where = f"{path} is a link to {os.path.realpath(path)}, expected a file in {folder}"
+            raise ArtifactError(one_line(f"{where}; put a copy there, or remove the link"))
         regular(path)
     return kept, left_out(path.name for path in left)
 
@@ -96,8 +93,8 @@ def copy_files(sources: Mapping[Path, Path]) -> None:
 
 def left_out(names: Iterable[str]) -> str | None:
     """Say in words what of a folder does not go along with its model, if anything."""
-    told = ", ".join(map(ascii, names))
-    return f"left out {told}, no files of a model" if told else None
+    listed = ", ".join(map(ascii, names))
+    return f"left out {listed}, no files of a model" if listed else None
 
 
 def model_folder(folder: Path) -> Path:
@@ -111,49 +108,34 @@ def check_output(target: Path, *, replace: bool = False) -> None:
 
     Accepted are a missing folder, an empty one, and an earlier output (with `report.json` and `recipe.yaml`), with
     files that no run wrote only if `replace`.
-
-    Raises:
-        ArtifactError: any other folder, a file, a mount point, the current folder or one above it, or a place without
-            write permission.
     """
     folder = _resolved(target)
-    if "${" in str(target):
-        raise ArtifactError(
-            f"output {target} has a variable, which a recipe does not expand; write the name, or let the shell expand "
-            "it in --set output=..."
-        )
     with os_errors_named("look into", folder):
-        if folder.exists() and not folder.is_dir():
-            raise ArtifactError(f"output {folder} is a file; choose a folder")
+        there, others = folder.is_dir(), not_written(folder)
         earlier = (folder / "report.json").is_file() and (folder / "recipe.yaml").is_file()
-        if folder.is_dir() and any(folder.iterdir()) and not earlier:
-            raise ArtifactError(
-                f"output {folder} exists and is not an earlier output of compressx (it has no report.json and "
-                "recipe.yaml); choose a new folder, or empty this one"
-            )
-        if folder.is_mount():
-            raise ArtifactError(
-                f"output {folder} is a mount point, so no folder can be renamed to it; choose a folder in it, such as "
-                f"{folder / 'run'}"
-            )
-        if Path.cwd().is_relative_to(folder):
-            raise ArtifactError(f"output {folder} would replace the current folder or one above it; choose another")
         above = next(p for p in folder.parents if p.exists())
-        if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
-            raise ArtifactError(f"output {folder} cannot be created: {above} is not a folder that you can write to")
-        if (others := not_written(folder)) and not replace:
-            raise ArtifactError(
-                f"output {folder} has what no run wrote: {others}; it would be deleted with the earlier run: move it, "
-                "choose another output, or delete it with --replace"
-            )
+        refusals = {
+            "has a variable, which a recipe does not expand; write the name, or let the shell expand it in --set "
+            "output=...": "${" in str(target),
+            "is a file; choose a folder": folder.exists() and not there,
+            "exists and is not an earlier output of compressx (it has no report.json and recipe.yaml); choose a new "
+            "folder, or empty this one": there and any(folder.iterdir()) and not earlier,
+            "is a mount point, so no folder can be renamed to it; choose a folder in it, such as "
+            f"{folder / 'run'}": folder.is_mount(),
+            "would replace the current folder or one above it; choose another": Path.cwd().is_relative_to(folder),
+            f"cannot be created: {above} is not a folder that you can write to": not (
+                above.is_dir() and os.access(above, os.W_OK | os.X_OK)
+            ),
+            f"has what no run wrote: {others}; it would be deleted with the earlier run: move it, choose another "
+            "output, or delete it with --replace": others and not replace,
+        }
+    for why, refused in refusals.items():
+        if refused:
+            raise ArtifactError(f"output {folder} {why}")
 
 
 def refuse_overwriting(target: Path, what: str, path: Path | None) -> None:
-    """Refuse an output folder that holds something that a run reads.
-
-    Raises:
-        ArtifactError: names the folder and `what` it holds.
-    """
+    """Refuse an output folder that holds something that a run reads; `what` says in words."""
     if path is not None and (read := path.expanduser()).exists() and read.resolve().is_relative_to(_resolved(target)):
         raise ArtifactError(f"output {target} would overwrite the {what}; name another folder")
 
@@ -169,14 +151,12 @@ def not_written(target: Path) -> str:
 def check_unfinished(target: Path, *, resume: bool = False, restart: bool = False) -> None:
     """Refuse at once, without creating anything, what `output_folder` would refuse later for another run's sake.
 
-    Raises:
-        ArtifactError: another process is building the output, or there is an interrupted run and neither `resume` nor
-            `restart` is given.
+    That is another process that is building the output, or an interrupted run with neither `resume` nor `restart`.
     """
     folder = _resolved(target)
     with os_errors_named("look into", folder.parent):
-        if folder.parent.is_dir() and (_lock_of(folder).exists() or unfinished(target)):
-            with _chosen(folder):
+        if folder.parent.is_dir() and (folder.with_name(f".{folder.name}.lock").exists() or unfinished(target)):
+            with _locked(folder):
                 _resumable(folder, resume=resume, restart=restart)
 
 
@@ -196,16 +176,12 @@ def output_folder(
         restart: remove such a folder.
         replace: also replace files that no run wrote.
         part: the file or folder in it that becomes `target`; by default all of it.
-
-    Raises:
-        ArtifactError: as for `check_output` and `check_unfinished`; folders cannot be created, renamed or flushed to
-            disk.
     """
     check_output(target, replace=replace)
     folder = _resolved(target)
     with os_errors_named("create", folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
-    with _chosen(folder):
+    with _locked(folder):
         building = _made(folder, resume=resume, restart=restart)
         earlier = _sibling(folder, "earlier", building.name.rpartition("-")[2])
         try:
@@ -249,13 +225,9 @@ def room_for(target: Path) -> tuple[Path, int]:
     return above, shutil.disk_usage(above).free + size
 
 
-def _chosen(folder: Path) -> AbstractContextManager[None]:
+def _locked(folder: Path) -> AbstractContextManager[None]:
     """Hold the lock that every change of a target or of what is built for it needs."""
-    return locked(_lock_of(folder), f"another run for output {folder}")
-
-
-def _lock_of(folder: Path) -> Path:
-    return folder.with_name(f".{folder.name}.lock")
+    return locked(folder.with_name(f".{folder.name}.lock"), f"another run for output {folder}")
 
 
 def _resumable(folder: Path, *, resume: bool, restart: bool) -> Path | None:
@@ -303,12 +275,10 @@ def _clear_leftovers(folder: Path, kept: Path) -> None:
     for partial in unfinished(folder):
         if partial != kept:
             _remove(partial)
-    earlier = _sibling(folder, "earlier", "").name
-    for name in [path.name for path in folder.parent.iterdir()]:
-        if name.startswith(earlier):
-            builder = _sibling(folder, "partial", name.removeprefix(earlier))
-            if not builder.exists():
-                _settle(folder.with_name(name), folder)
+    for path in [*folder.parent.iterdir()]:
+        start, _, token = path.name.rpartition("-")
+        if start == f".{folder.name}.earlier" and not _sibling(folder, "partial", token).exists():
+            _settle(path, folder)
 
 
 def _settle(earlier: Path, folder: Path) -> None:
@@ -333,7 +303,6 @@ class SafetensorsExporter:
     """Writes what a run has written for itself."""
 
     def export(self, model: FinishedModel, folder: Path) -> str | None:
-        """Copy the model, unless it is there already."""
         if folder == model.folder:
             return None
         weights = [model.folder / name for name in (*check_files(model.folder), INDEX)]

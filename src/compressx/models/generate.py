@@ -16,11 +16,7 @@ from compressx.runtime.quiet import quiet_libraries
 
 
 def first_token(tokenizer: Any, model: Any) -> int:
-    """Return the id of the token that generated text begins with: the tokenizer's BOS token, else the config's.
-
-    Raises:
-        CalibrationError: neither has one.
-    """
+    """Return the id of the token that generated text begins with: the tokenizer's BOS token, else the config's."""
     for found in (tokenizer.bos_token_id, getattr(text_config(model), "bos_token_id", None)):
         if isinstance(found, int):
             return found
@@ -46,19 +42,16 @@ def sample_sequences(
 
     Returns:
         int64 [samples, length], on the CPU; the global random state is unchanged.
-
-    Raises:
-        CalibrationError: probabilities that are not finite.
     """
     from transformers import GenerationConfig
 
     sampling = GenerationConfig(do_sample=True, top_k=0, top_p=1.0, max_new_tokens=length - 1)
-    own = model.generation_config
-    model.generation_config = GenerationConfig()  # `generate` would fill in the model's top-k, end tokens and so on
     devices = [model.device] if model.device.type == "cuda" else []
     written: list[Tensor] = []
+    # `generate` would fill in the model's own top-k, end tokens and so on.
+    plain = patch.object(model, "generation_config", GenerationConfig())
     try:
-        with torch.random.fork_rng(devices), torch.no_grad():
+        with plain, torch.random.fork_rng(devices), torch.no_grad():
             torch.manual_seed(settings.seed)
             for start in range(0, settings.samples, settings.batch_size):
                 progress(start, settings.samples)
@@ -72,17 +65,14 @@ def sample_sequences(
         raise CalibrationError(
             "generate: the model's probabilities are not finite; check the model's weights"
         ) from error
-    finally:
-        model.generation_config = own
     progress(settings.samples, settings.samples)
     return torch.cat(written)
 
 
 def check_ids(model: Any, ids: Tensor, tokenizer: Any | None = None, what: str = "the prompt") -> None:
-    """Check that a model, with or without weights, knows the tokens of a text, int64 of any shape.
+    """Refuse ids of tokens, int64 of any shape, for which a model's embedding has no row, with or without weights.
 
-    Raises:
-        CalibrationError: an id for which its embedding has no row; a GPU would only say that an assertion failed.
+    A GPU would only say that an assertion failed.
     """
     known = model.get_input_embeddings().weight.shape[0]
     if bad := [token for token in map(int, ids.aminmax() if ids.numel() else ()) if not 0 <= token < known]:
@@ -94,25 +84,12 @@ def check_ids(model: Any, ids: Tensor, tokenizer: Any | None = None, what: str =
 
 
 def check_room(model: Any, prompt: int, tokens: int, said_by: str) -> None:
-    """Check that a model can write `tokens` after `prompt` others; `said_by` is the recipe's key or the command.
-
-    Raises:
-        UnsupportedModelError: a model that cannot generate.
-        CalibrationError: more tokens than the model has positions.
-    """
+    """Check that a model can write `tokens` after `prompt` others; `said_by` is the recipe's key or the command."""
     if not model.can_generate():
         raise UnsupportedModelError(
             f"{said_by}: a {type(model).__name__} cannot generate text; expected a causal language model"
         )
-    check_positions(getattr(text_config(model), "max_position_embeddings", None), prompt, tokens, said_by)
-
-
-def check_positions(positions: int | None, prompt: int, tokens: int, said_by: str) -> None:
-    """Check the same against a model's number of positions.
-
-    Raises:
-        CalibrationError: more tokens than the model has positions.
-    """
+    positions = getattr(text_config(model), "max_position_embeddings", None)
     if positions is not None and prompt + tokens > positions:
         raise CalibrationError(
             f"{said_by}: a prompt of {prompt} tokens and {tokens} after it are more than the model's {positions} "

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import logging
 import math
 import re
@@ -32,6 +31,7 @@ from compressx.models import gguf_header, gguf_settings
 from compressx.models.access import Access
 from compressx.models.architecture import find_blocks, survey, text_config
 from compressx.models.checkpoint import Checkpoint, find_local
+from compressx.models.gguf_tokenizer import own_tokenizer
 from compressx.models.loading import load_skeleton
 from compressx.models.shards import OUTSIDE
 from compressx.models.units import find_units
@@ -122,24 +122,18 @@ class TemplateGguf:
 
     @classmethod
     def read(cls, given: Path | None, source: Path | None) -> TemplateGguf:
-        """Read the header of the file that is given, or of the one that the model was read from.
-
-        Raises:
-            ArtifactError: there is none, or it is damaged.
-        """
-        path = given or source
-        if path is None:
+        """Read the header of the file that is given, or of the one that the model was read from."""
+        if (path := given or source) is None or path.expanduser().is_dir():
+            found = "" if path is None else f"like: {path} is a folder; "
             raise ArtifactError(
-                "format gguf takes metadata and tokenizer from a GGUF file of the dense model; name it as like: FILE "
-                "under options, or after --like, or there a recipe that prunes it; llama.cpp's convert_hf_to_gguf.py "
-                "makes it from the model's folder"
+                f"{found}format gguf takes metadata and tokenizer from a GGUF file of the dense model; name it as "
+                "like: FILE under options, or after --like, or there a recipe that prunes it; llama.cpp's "
+                "convert_hf_to_gguf.py makes it from the model's folder"
             )
-        if path.expanduser().is_dir():
-            raise ArtifactError(f"like: {path} is a folder; give a GGUF file of the dense model")
         path = find_local(path)
         values = gguf_header.values_of(path)
         if not str(values.get("tokenizer.ggml.tokens")).endswith(" entries"):
-            raise ArtifactError(f"{path} has no tokenizer.ggml.tokens, which llama.cpp needs; give another like file")
+            raise ArtifactError(f"{path} has no tokenizer.ggml.tokens, which llama.cpp needs; name another under like:")
         return cls(path, values, gguf_header.shapes_of(path))
 
     @property
@@ -155,35 +149,30 @@ class TemplateGguf:
         return [] if self.architecture == "deci" else found
 
 
-def refuse_foreign(model: Any, like: TemplateGguf) -> None:
-    """Refuse a GGUF file of another model than the transformers model, which may be smaller and on `meta`.
-
-    Raises:
-        ArtifactError: names a value that differs.
-    """
+def refuse_foreign(model: Any, template: TemplateGguf) -> None:
+    """Refuse a GGUF file of another model than the transformers model, which may be smaller and on `meta`."""
     ours = text_config(model)
-    theirs = text_config(load_skeleton(Checkpoint(str(like.path.parent), like.path.name)))
+    theirs = text_config(load_skeleton(Checkpoint(str(template.path.parent), template.path.name)))
     kinds = [{"mistral": "llama"}.get(x.model_type, x.model_type) for x in (ours, theirs)]
     sizes = [head_size(None, x) for x in (ours, theirs)]
     for key, (here, there) in {"model_type": kinds, "head size": sizes}.items():
         if here != there:
-            raise gguf_settings.foreign(like.path, key, there, here)
-    gguf_settings.refuse_unsayable(ours, theirs, gguf_settings.FileHeader.of(like.path))
+            raise gguf_settings.foreign(template.path, key, there, here)
+    gguf_settings.refuse_unsayable(ours, theirs, gguf_settings.FileHeader.of(template.path))
     for name in ("num_attention_heads", "num_key_value_heads"):
         here, there = (getattr(x, name, None) for x in (ours, theirs))
-        if like.architecture not in FEWER_HEADS and here is not None and here != there:
+        if template.architecture not in FEWER_HEADS and here is not None and here != there:
             raise UnsupportedModelError(
-                f"format gguf: {name} is {here} in the model and {there} in {like.path}, and another is not written "
-                f"of {like.architecture}; leave kv-groups as they are, or export another format"
+                f"format gguf: {name} is {here} in the model and {there} in {template.path}, and another is not "
+                f"written of {template.architecture}; leave kv-groups as they are, or export another format"
             )
-    depth = ours.num_hidden_layers
-    if depth > (count := theirs.num_hidden_layers):
-        raise ArtifactError(f"{like.path} has {count} blocks, and the model to export {depth}; give the dense model's")
+    if ours.num_hidden_layers > theirs.num_hidden_layers:
+        raise gguf_settings.foreign(template.path, "number of blocks", theirs.num_hidden_layers, ours.num_hidden_layers)
 
 
 @dataclass(frozen=True, eq=False)
-class _Cut:
-    """What is written of one block, by its name: how many units, and which rows or columns, where not all are."""
+class _KeptBlock:
+    """What is written of one block: how many units, and which rows or columns, where not all are."""
 
     fqn: str
     groups: int | None = None
@@ -219,15 +208,15 @@ def _alive(block: Block, kinds: Collection[UnitKind]) -> dict[UnitKind, _Alive]:
     return found
 
 
-def parts_of(access: Access, like: TemplateGguf) -> tuple[str, list[_Cut]]:
+def kept_blocks(access: Access, template: TemplateGguf) -> tuple[str, list[_KeptBlock]]:
     """Choose what is written of each block: no dead neurons, key/value groups and blocks, as far as a file can say so.
 
     Returns:
-        The architecture of the file: the like file's, or `deci` where blocks differ; and the blocks that are left.
+        The architecture of the file: the template's, or `deci` where blocks differ; and the blocks that are left.
     """
-    known, every, architecture = survey(access.model), {}, like.architecture
-    if like.of_each_block:
-        return architecture, [_Cut(fqn) for fqn in known.blocks]
+    known, every, architecture = survey(access.model), {}, template.architecture
+    if template.of_each_block:
+        return architecture, [_KeptBlock(fqn) for fqn in known.blocks]
     kinds: tuple[UnitKind, ...] = ("neurons", "kv-groups") if architecture in FEWER_HEADS else ("neurons",)
     config = text_config(access.model)
     for i, (fqn, module) in enumerate(known.blocks.items()):
@@ -276,7 +265,7 @@ def _count(kind: str, alive: _Alive, *, bare: bool) -> int:
 
 def _part(
     fqn: str, found: Mapping[UnitKind, _Alive], counts: Mapping[UnitKind, int], linears: Mapping[str, Any]
-) -> _Cut:
+) -> _KeptBlock:
     """Name the rows and columns of a block that are written: those that live, and the first of the others."""
     rows = {}
     for kind, alive in found.items():
@@ -290,7 +279,7 @@ def _part(
             rows[f"{name}.weight"] = (1 - own.dim if linears[name].transposed else own.dim, index)
             if own.dim == 0 and linears[name].bias is not None:
                 rows[f"{name}.bias"] = (0, index)
-    return _Cut(fqn, counts.get("kv-groups"), counts.get("neurons"), rows)
+    return _KeptBlock(fqn, counts.get("kv-groups"), counts.get("neurons"), rows)
 
 
 def _per_group(config: Any) -> int:
@@ -302,28 +291,30 @@ class _Written:
     """One tensor of the file, with its name, shape, rows first, and type there."""
 
     name: str
-    source: str  # in transformers' model; empty of one that is copied from the like file
-    part: _Cut | None  # None outside the blocks
+    source: str  # in transformers' model; empty of one that is copied from the template
+    block: _KeptBlock | None  # None outside the blocks
     shape: tuple[int, ...]
     stored: str
 
 
-class _Places:
+class _FileLayout:
     """How transformers' tensors of one model lie in a file: its own readers, and what undoes them."""
 
-    def __init__(self, model: Any, like: TemplateGguf, architecture: str) -> None:
+    def __init__(self, model: Any, template: TemplateGguf, architecture: str) -> None:
         from transformers import modeling_gguf_pytorch_utils as readers
 
-        self.model, self.like, self.architecture = model, like, architecture
+        self.model, self.template = model, template
         self.config = text_config(model).to_dict()
-        with quiet_libraries(), gguf_header.read_once(like.path):
+        with quiet_libraries(), gguf_header.read_once(template.path):
             known: Any = readers.TENSOR_PROCESSORS
-            self._kind = known.get("llama" if architecture == "deci" else like.architecture, readers.TensorProcessor)
+            self._kind = known.get(
+                "llama" if architecture == "deci" else template.architecture, readers.TensorProcessor
+            )
             mapped = readers.get_gguf_hf_weights_map(
-                model, self._kind(config=self.config), like.architecture, text_config(model).num_hidden_layers
+                model, self._kind(config=self.config), template.architecture, text_config(model).num_hidden_layers
             )
         self.largest: dict[str, tuple[int, ...]] = {}  # shapes, of blocks by the name after the block's number
-        for name, shape in like.shapes.items():
+        for name, shape in template.shapes.items():
             key = _BLOCK_OF.sub("", name)
             self.largest[key] = tuple(map(max, shape, self.largest.get(key, shape)))
         own = {name: _BLOCK_OF.sub("", name) for name in mapped}  # of experts without `.weight`
@@ -333,7 +324,7 @@ class _Places:
         }
         self._refuse_lost()
         # What scales the queries of a Gemma, and by how much, where llama.cpp divides them by another number.
-        self.queries = {"gemma2": ".attn_q.weight", "gemma3": ".attn_q_norm.weight"}.get(like.architecture, "\0")
+        self.queries = {"gemma2": ".attn_q.weight", "gemma3": ".attn_q_norm.weight"}.get(template.architecture, "\0")
         self.query_factor = 1.0
 
     def _refuse_lost(self) -> None:
@@ -343,19 +334,19 @@ class _Places:
         if lost := [name for name, x in held.items() if id(x) not in named]:
             raise UnsupportedModelError(
                 f"format gguf: {lost[0]} of {type(self.model).__name__} has no place in GGUF files of "
-                f"{self.like.architecture} that transformers reads; export another format"
+                f"{self.template.architecture} that transformers reads; export another format"
             )
         keys = {_BLOCK_OF.sub("", name) for name in self.sources}
         head = self.model.get_output_embeddings()
         tied = head is None or head.weight is self.model.get_input_embeddings().weight
-        if "output.weight" not in largest and tied and self.like.architecture not in gguf_settings.OWN_HEAD:
+        if "output.weight" not in largest and tied and self.template.architecture not in gguf_settings.OWN_HEAD:
             self.sources.pop("output.weight", None)
         odd = [key for key in keys - {*largest} if key != "output.weight"]
         odd += [key for key in {*largest} - keys if not key.startswith("rope_f")]
         if odd:
             where = "lacks" if odd[0] not in largest else "has"
             raise ArtifactError(
-                f"{self.like.path} {where} {odd[0]}, unlike {type(self.model).__name__}; give the GGUF file of the "
+                f"{self.template.path} {where} {odd[0]}, unlike {type(self.model).__name__}; give the GGUF file of the "
                 "dense model"
             )
 
@@ -365,28 +356,28 @@ class _Places:
         found: Tensor = getattr(self.model.get_submodule(home), own)
         return found.detach()
 
-    def process(self, name: str, stored: np.ndarray, part: _Cut | None) -> np.ndarray:
+    def process(self, name: str, stored: np.ndarray, block: _KeptBlock | None) -> np.ndarray:
         """Return what transformers makes of a tensor of the file."""
         if name == "output.weight":  # which GPT-2's reader puts elsewhere
             return stored
         heads = {}
-        if part is not None and part.groups is not None:
-            query = part.groups * _per_group(text_config(self.model))
-            heads = {"num_attention_heads": query, "num_key_value_heads": part.groups}
+        if block is not None and block.groups is not None:
+            query = block.groups * _per_group(text_config(self.model))
+            heads = {"num_attention_heads": query, "num_key_value_heads": block.groups}
         result: np.ndarray = self._kind(config={**self.config, **heads}).process(stored, name).weights
         return result
 
-    def shape(self, name: str, shape: tuple[int, ...], part: _Cut | None) -> tuple[int, ...]:
+    def shape(self, name: str, shape: tuple[int, ...], block: _KeptBlock | None) -> tuple[int, ...]:
         """Return the shape in the file of a tensor that has a shape in transformers."""
         if re.search(r"ffn_(gate|up)_exps", name):
             return (shape[0], shape[1] // 2, *shape[2:])
         for tried in (shape, shape[::-1], tuple(n for n in shape if n != 1)):
             with contextlib.suppress(ValueError, IndexError):
-                if self.process(name, np.broadcast_to(np.float32(0), tried), part).shape == shape:
+                if self.process(name, np.broadcast_to(np.float32(0), tried), block).shape == shape:
                     return tried
         raise self._unknown(name)
 
-    def stored(self, name: str, wanted: np.ndarray, shape: tuple[int, ...], part: _Cut | None) -> np.ndarray:
+    def stored(self, name: str, wanted: np.ndarray, shape: tuple[int, ...], block: _KeptBlock | None) -> np.ndarray:
         """Return the tensor of a shape in the file of which transformers makes the wanted one.
 
         Its readers move entries and add a constant, so they are asked where each entry goes.
@@ -394,82 +385,75 @@ class _Places:
         if half := re.search(r"ffn_(gate|up)_exps", name):
             return np.split(wanted, 2, axis=1)[half[1] == "up"]
         plain = wanted.reshape(shape)
-        if np.array_equal(self.process(name, plain, part), wanted):
+        if np.array_equal(self.process(name, plain, block), wanted):
             return plain
-        added = self.process(name, np.zeros(shape), part)
-        places = self.process(name, np.arange(wanted.size, dtype=np.float64).reshape(shape), part) - added
+        added = self.process(name, np.zeros(shape), block)
+        positions = self.process(name, np.arange(wanted.size, dtype=np.float64).reshape(shape), block) - added
         found = np.empty(wanted.size, np.float32)
-        found[places.astype(np.int64).ravel()] = (wanted - added).ravel()
+        found[positions.astype(np.int64).ravel()] = (wanted - added).ravel()
         found = found.reshape(shape)
-        if not np.allclose(self.process(name, found, part), wanted, rtol=1e-6, atol=1e-6):
+        if not np.allclose(self.process(name, found, block), wanted, rtol=1e-6, atol=1e-6):
             raise self._unknown(name)
         return found
 
     def _unknown(self, name: str) -> UnsupportedModelError:
         return UnsupportedModelError(
-            f"format gguf: {name} of {self.like.architecture} is not as transformers reads it, or not finite; export "
-            "another format"
+            f"format gguf: {name} of {self.template.architecture} is not as transformers reads it, or not finite; "
+            "export another format"
         )
 
-    def written(self, parts: Sequence[_Cut], kind: str) -> list[_Written]:
+    def written(self, blocks: Sequence[_KeptBlock], kind: str) -> list[_Written]:
         """List the file's tensors, those of the blocks at its end, block by block."""
         numbers = [*survey(self.model).blocks]
-        blocks: dict[int, tuple[int, _Cut | None]] = {numbers.index(x.fqn): (i, x) for i, x in enumerate(parts)}
+        kept = {numbers.index(x.fqn): (i, x) for i, x in enumerate(blocks)}
         found: dict[int, list[_Written]] = defaultdict(list)
-        copied = (name for name in self.like.shapes if name.startswith("rope_f"))
-        found[-1] = [_Written(name, "", None, self.like.shapes[name], "F32") for name in copied]
+        copied = (name for name in self.template.shapes if name.startswith("rope_f"))
+        found[-1] = [_Written(name, "", None, self.template.shapes[name], "F32") for name in copied]
         for name, source in self.sources.items():
             key, match = _BLOCK_OF.sub("", name), _BLOCK_OF.match(name)
-            i, part = blocks.get(int(match[1]), (0, None)) if match else (-1, None)
-            if match and (part is None or (part.groups == 0 and key.startswith("attn_"))):
+            i, block = kept.get(int(match[1]), (0, None)) if match else (-1, None)
+            if match and (block is None or (block.groups == 0 and key.startswith("attn_"))):
                 continue
             shape = [*self.tensor(source).shape]
-            dim, index = (part and part.rows.get(source)) or (0, range(shape[0]))
+            dim, index = (block and block.rows.get(source)) or (0, range(shape[0]))
             shape[dim] = len(index)
-            in_file = self.shape(name, tuple(shape), part)
+            in_file = self.shape(name, tuple(shape), block)
             known = self.largest.get(key, in_file)
             if any(here > there for here, there in zip(in_file, known, strict=True)):
-                raise ArtifactError(
-                    f"{self.like.path} is of another model: {name} is {[*known]} there, and {[*in_file]} in the one to "
-                    "export; give the GGUF file of the dense model"
-                )
+                raise gguf_settings.foreign(self.template.path, name, [*known], [*in_file])
             stored = stored_type(name, in_file, kind, tied="output.weight" not in self.sources)
-            found[i].append(_Written(f"blk.{i}.{key}" if match else name, source, part, in_file, stored))
+            found[i].append(_Written(f"blk.{i}.{key}" if match else name, source, block, in_file, stored))
         return [x for i in sorted(found) for x in found[i]]
 
-    def numbers(self, architecture: str, parts: Sequence[_Cut], tensors: Sequence[_Written]) -> dict[str, Any]:
-        """Return the metadata that changes, by key.
-
-        Raises:
-            UnsupportedModelError: the like file has numbers for each block, and blocks were cut or left out.
-        """
-        like, config = self.like, self.config
+    def numbers(self, architecture: str, blocks: Sequence[_KeptBlock], tensors: Sequence[_Written]) -> dict[str, Any]:
+        """Return the metadata that changes, by key."""
+        template, config = self.template, self.config
         shapes = {x.name: x.shape for x in tensors}
         if scalar := config.get("query_pre_attn_scalar"):
-            theirs = gguf_settings.query_scalar(gguf_settings.FileHeader.of(like.path), len(parts))
+            theirs = gguf_settings.query_scalar(gguf_settings.FileHeader.of(template.path), len(blocks))
             self.query_factor = math.sqrt(theirs / scalar)
-        if each := like.of_each_block:
-            if any(shapes.get(name) != shape for name, shape in like.shapes.items()):
+        if each := template.of_each_block:
+            if any(shapes.get(name) != shape for name, shape in template.shapes.items()):
                 raise UnsupportedModelError(
-                    f"format gguf: {each[0]} of {like.path} has a number for each block, which compressx does not "
+                    f"format gguf: {each[0]} of {template.path} has a number for each block, which compressx does not "
                     "change; export a model with all of its blocks and widths, or another format"
                 )
             return {}
-        found: dict[str, Any] = {"block_count": len(parts)}
-        length = like.values.get(f"{like.architecture}.context_length", 0)
-        if (context := gguf_settings.context_of(text_config(self.model), like.architecture) or length) < length:
+        found: dict[str, Any] = {"block_count": len(blocks)}
+        length = template.values.get(f"{template.architecture}.context_length", 0)
+        if (context := gguf_settings.context_of(text_config(self.model), template.architecture) or length) < length:
             _log.warning("gguf: context_length is %d, the model's window: llama.cpp has none for %s", context,
-                         like.architecture)  # fmt: skip
+                         template.architecture)  # fmt: skip
             found["context_length"] = context
         of_all: Callable[[list[int]], Any] = list if architecture == "deci" else max
         for key, name in {"": "ffn_down", "expert_": "ffn_down_exps", "expert_shared_": "ffn_down_shexp"}.items():
-            widths = [shapes.get(f"blk.{i}.{name}.weight", (0,))[-1] for i in range(len(parts))]
+            widths = [shapes.get(f"blk.{i}.{name}.weight", (0,))[-1] for i in range(len(blocks))]
             if any(widths):
                 found[f"{key}feed_forward_length"] = of_all(widths)
         if experts := [x.shape[0] for x in tensors if "ffn_down_exps.weight" in x.name]:
             found |= {"expert_count": experts[0], "expert_used_count": config["num_experts_per_tok"]}
-        if like.architecture in FEWER_HEADS:
-            groups = [config["num_key_value_heads"] if x.groups is None else x.groups for x in parts]
+        if template.architecture in FEWER_HEADS:
+            groups = [config["num_key_value_heads"] if x.groups is None else x.groups for x in blocks]
             heads = [x * _per_group(text_config(self.model)) for x in groups]
             size = head_size(None, text_config(self.model))
             found |= {"attention.head_count": of_all(heads), "attention.head_count_kv": of_all(groups),
@@ -477,14 +461,13 @@ class _Places:
         return {f"{architecture}.{key}": x for key, x in found.items()}
 
 
-def export_gguf(access: Access, like: TemplateGguf, kind: str, path: Path, own: Mapping[str, Any] | None = None) -> str:
+def export_gguf(
+    access: Access, template: TemplateGguf, kind: str, path: Path, own: Mapping[str, Any] | None = None
+) -> str:
     """Write a model to a GGUF file, one tensor at a time, and return a line about it.
 
-    `own` is metadata in place of the like file's, as `own_tokenizer` returns it.
-
-    Raises:
-        ArtifactError: a like file of another model, values that float16 cannot hold, a file that cannot be written.
-        UnsupportedModelError: tensors that transformers cannot read from such a file.
+    `own` is metadata in place of the template's, as `own_tokenizer` returns it. Refused are a template of another
+    model, values that float16 cannot hold, and tensors that transformers cannot read from such a file.
     """
     from gguf import GGML_QUANT_VERSION, GGMLQuantizationType, GGUFValueType, GGUFWriter, LlamaFileType, quants
 
@@ -494,15 +477,15 @@ def export_gguf(access: Access, like: TemplateGguf, kind: str, path: Path, own: 
         def _pack_val(self, val: Any, *args: Any, **kwargs: Any) -> Any:
             return val if isinstance(val, bytes) else super()._pack_val(val, *args, **kwargs)
 
-    refuse_foreign(access.model, like)
-    architecture, parts = parts_of(access, like)
+    refuse_foreign(access.model, template)
+    architecture, blocks = kept_blocks(access, template)
     with access.materialise(OUTSIDE):  # where a streamed model has its head tied
-        layout = _Places(access.model, like, architecture)
-    tensors = layout.written(parts, kind)
-    changed = {**layout.numbers(architecture, parts, tensors), **(own or {})}
+        layout = _FileLayout(access.model, template, architecture)
+    tensors = layout.written(blocks, kind)
+    changed = {**layout.numbers(architecture, blocks, tensors), **(own or {})}
     with written_whole(path) as beside, contextlib.closing(Writer(beside, architecture)) as writer:
-        for key, packed in gguf_header.packed_values(like.path).items():
-            new = re.sub(f"^{re.escape(like.architecture)}[.]", f"{architecture}.", key)
+        for key, packed in gguf_header.packed_values(template.path).items():
+            new = re.sub(f"^{re.escape(template.architecture)}[.]", f"{architecture}.", key)
             if not _NOT_COPIED.fullmatch(key) and new not in changed:
                 writer.add_key_value(new, packed, GGUFValueType.UINT8)
         add: Mapping[type, Any] = {list: writer.add_array, str: writer.add_string, bool: writer.add_bool}
@@ -520,23 +503,23 @@ def export_gguf(access: Access, like: TemplateGguf, kind: str, path: Path, own: 
         for x, values in zip(tensors, _values(access, layout, tensors), strict=True):
             writer.write_tensor_data(quants.quantize(values, GGMLQuantizationType[x.stored]))
     named = ", ".join(key.rpartition(".")[2] for key in own or {})
-    return _described(architecture, parts) + (f"; the model's own instead of the like file's: {named}" if named else "")
+    return _described(architecture, blocks) + (f"; the model's own instead of the template's: {named}" if named else "")
 
 
-def _values(access: Access, layout: _Places, tensors: Sequence[_Written]) -> Iterator[np.ndarray]:
+def _values(access: Access, layout: _FileLayout, tensors: Sequence[_Written]) -> Iterator[np.ndarray]:
     """Yield each tensor's values as they lie in the file, float32, while its block is materialised."""
-    copied = gguf_header.stored_arrays(layout.like.path)
-    for fqn, group in itertools.groupby(tensors, lambda x: OUTSIDE if x.part is None else x.part.fqn):
+    copied = gguf_header.stored_arrays(layout.template.path)
+    for fqn, group in itertools.groupby(tensors, lambda x: OUTSIDE if x.block is None else x.block.fqn):
         with access.materialise(fqn):
             for x in group:
                 if not x.source:
                     yield np.array(copied[x.name], np.float32)
                     continue
                 found = layout.tensor(x.source)
-                if x.part is not None and x.source in x.part.rows:
-                    dim, index = x.part.rows[x.source]
+                if x.block is not None and x.source in x.block.rows:
+                    dim, index = x.block.rows[x.source]
                     found = found.index_select(dim, index.to(found.device))
-                values = layout.stored(x.name, found.float().cpu().numpy(), x.shape, x.part)
+                values = layout.stored(x.name, found.float().cpu().numpy(), x.shape, x.block)
                 if x.name.endswith(layout.queries):
                     values = values * layout.query_factor
                 if x.stored not in {"F32", "BF16"} and max(values.max(), -values.min()) > _MOST:
@@ -545,106 +528,23 @@ def _values(access: Access, layout: _Places, tensors: Sequence[_Written]) -> Ite
                 yield np.ascontiguousarray(values)
 
 
-def own_tokenizer(like: TemplateGguf, tokenizer: Any, folder: Path | None = None) -> dict[str, Any]:
-    """Return the metadata in which a model's tokenizer differs from the like file's, by key; None for what it lacks.
-
-    An added token is matched as a whole, so it can take the place of another one or of padding.
-
-    Args:
-        like: the file.
-        tokenizer: the model's; None if it is not known.
-        folder: with the settings of generation, if there is one.
-
-    Raises:
-        ArtifactError: other tokens differ, or merges; names the first.
-    """
-    key, found = "tokenizer.ggml.", dict[str, Any]()
-    if tokenizer is None:
-        return found
-    theirs, types, merges = (gguf_header.array_of(like.path, key + x) for x in ("tokens", "token_type", "merges"))
-    types = types or [_NORMAL] * len(theirs)
-    if {*map(type, theirs)} != {str} or len(types) != len(theirs):
-        raise ArtifactError(f"{like.path} has {len(theirs)} tokens and types of {len(types)}; download it again")
-    tokens, kinds = map(list, zip(*_own_tokens(like, tokenizer, theirs, types), strict=True))
-    found |= {f"{key}tokens": tokens} if tokens != theirs else {}
-    found |= {f"{key}token_type": kinds} if kinds != types else {}
-    model = json.loads(tokenizer.backend_tokenizer.to_str())["model"] if tokenizer.is_fast else {}
-    if merges and model["type"] == "BPE":
-        own = (" ".join(x.replace(" ", "Ġ") for x in pair) for pair in model["merges"])
-        for i, (here, there) in enumerate(itertools.zip_longest(own, merges)):
-            if here != there:
-                raise _other_tokenizer(like, f"merge {i}", there, here)
-    begins = tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
-    if like.values.get(f"{key}add_bos_token", begins) != begins and like.values[f"{key}model"] != "gemma4":
-        found[f"{key}add_bos_token"] = begins
-    for name, role in {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}.items():
-        given, own_id = like.values.get(f"{key}{name}_token_id"), getattr(tokenizer, f"{role}_token_id")
-        if own_id not in {None, given} and own_id < len(tokens) and (given is not None or name in {"bos", "eos"}):
-            found[f"{key}{name}_token_id"] = own_id
-    stops = []
-    if folder is not None and (settings := folder / "generation_config.json").is_file():
-        stopping = json.loads(settings.read_text("utf-8")).get("eos_token_id")
-        stops = stopping if isinstance(stopping, list) else [stopping]
-    others = [i for i in stops if isinstance(i, int) and i < len(tokens) and kinds[i] == _CONTROL]
-    if others and tokenizer.eos_token_id not in stops and like.values.get(f"{key}eot_token_id") not in stops:
-        found[f"{key}eot_token_id"] = others[0]  # llama.cpp stops at it as well
-    template, start = tokenizer.chat_template, "tokenizer.chat_template"
-    every = {"default": template} if isinstance(template, str) else dict(template or {})
-    if every.get("default") != like.values.get(start) or len(every) > 1:
-        found |= dict.fromkeys(x for x in like.values if x.startswith(start))
-        found |= {start if name == "default" else f"{start}.{name}": text for name, text in every.items()}
-        found |= {f"{start}s": [*every]} if len(every) > 1 else {}
-    return found
-
-
-_NORMAL, _CONTROL, _USER, _UNUSED, _BYTE = 1, 3, 4, 5, 6
-"""Types of tokens in a file."""
-
-
-def _own_tokens(
-    like: TemplateGguf, tokenizer: Any, theirs: Sequence[str], types: Sequence[int]
-) -> Iterator[tuple[str, int]]:
-    """Yield each token of a model as llama.cpp's converter writes it, and its type."""
-    from transformers.convert_slow_tokenizer import bytes_to_unicode
-
-    vocabulary, added, spelled = tokenizer.get_vocab(), tokenizer.added_tokens_decoder, bytes_to_unicode()
-    ours = {i: token for token, i in vocabulary.items()}
-    for i, (there, kind) in enumerate(zip(theirs, types, strict=True)):
-        here, whole = ours.get(i), added.get(i)
-        as_added = _UNUSED if whole is None else _CONTROL if whole.special else _USER
-        same = here in {there, there.replace(" ", "▁"), "".join(spelled[x] for x in there.encode())}
-        if same or (here is None and kind in {_UNUSED, _BYTE} and there not in vocabulary):
-            yield there, as_added if whole is not None and kind == _NORMAL else kind
-        elif kind in {_CONTROL, _USER, _UNUSED} and (here is None or whole is not None):
-            yield here or f"[PAD{i}]", as_added
-        else:
-            raise _other_tokenizer(like, f"token {i}", there, here)
-
-
-def _other_tokenizer(like: TemplateGguf, what: str, there: str | None, here: str | None) -> ArtifactError:
-    return ArtifactError(
-        f"{like.path} has another tokenizer: {what} is {there!r:.60} there, and {here!r:.60} in the model to export; "
-        "give a GGUF file of this model, made by llama.cpp's convert_hf_to_gguf.py"
-    )
-
-
-def _described(architecture: str, parts: Sequence[_Cut]) -> str:
+def _described(architecture: str, blocks: Sequence[_KeptBlock]) -> str:
     """Say what a file holds, such as `llama, 30 blocks, 512 neurons, 3 key/value groups`."""
-    told = [f"{architecture}, {len(parts)} blocks"]
-    for values, name in (([x.neurons for x in parts], "neurons"), ([x.groups for x in parts], "key/value groups")):
+    parts = [f"{architecture}, {len(blocks)} blocks"]
+    for values, name in (([x.neurons for x in blocks], "neurons"), ([x.groups for x in blocks], "key/value groups")):
         if known := [x for x in values if x is not None]:
             low, high = min(known), max(known)
-            told.append(f"{low} {name}" if low == high else f"{low} to {high} {name}")
-    return ", ".join(told)
+            parts.append(f"{low} {name}" if low == high else f"{low} to {high} {name}")
+    return ", ".join(parts)
 
 
 def _planned(planned: PlannedModel, options: GgufOptions) -> tuple[TemplateGguf, list[_Written]]:
-    """Return what the file of a model is like, and its tensors."""
-    like = TemplateGguf.read(options.like, planned.source)
-    refuse_foreign(planned.model, like)
-    own_tokenizer(like, planned.tokenizer)
-    cuts = [_Cut(fqn) for fqn in find_blocks(planned.model)]
-    return like, _Places(planned.model, like, like.architecture).written(cuts, options.type)
+    """Return the template and the tensors of the file of a model."""
+    template = TemplateGguf.read(options.like, planned.source)
+    refuse_foreign(planned.model, template)
+    own_tokenizer(template.path, template.values, planned.tokenizer)
+    kept = [_KeptBlock(fqn) for fqn in find_blocks(planned.model)]
+    return template, _FileLayout(planned.model, template, template.architecture).written(kept, options.type)
 
 
 class GgufExporter:
@@ -657,27 +557,27 @@ class GgufExporter:
 
     def check(self, planned: PlannedModel) -> None:
         """Refuse what cannot be written, before weights are read."""
-        like, _ = _planned(planned, self.options)
-        if planned.own_widths and like.architecture not in OWN_WIDTHS:
+        template, _ = _planned(planned, self.options)
+        if planned.own_widths and template.architecture not in OWN_WIDTHS:
             raise UnsupportedModelError(
-                f"format gguf: llama.cpp has one width for all blocks of {like.architecture}, and an allocation gives "
-                "each its own; drop allocation, and give each rule its sparsity"
+                f"format gguf: llama.cpp has one width for all blocks of {template.architecture}, and an allocation "
+                "gives each its own; drop allocation, and give each rule its sparsity"
             )
 
     def tensor_bytes(self, planned: PlannedModel) -> dict[str, int]:
         """Return the bytes of each tensor, and under the empty name some 4096 too much, for lists of widths."""
-        like, tensors = _planned(planned, self.options)
-        weights = sum(int(x.nbytes) for x in gguf_header.stored_arrays(like.path).values())
-        found = {"": 4096 + like.path.stat().st_size - weights}
+        template, tensors = _planned(planned, self.options)
+        weights = sum(int(x.nbytes) for x in gguf_header.stored_arrays(template.path).values())
+        found = {"": 4096 + template.path.stat().st_size - weights}
         for x in tensors:
             found[x.source] = found.get(x.source, 0) + stored_bytes(x.shape, x.stored)
         return found
 
     def export(self, model: FinishedModel, folder: Path) -> str:
         """Write the file."""
-        like = TemplateGguf.read(self.options.like, model.source)
-        own = own_tokenizer(like, model.tokenizer, model.folder)
-        return export_gguf(model.access, like, self.options.type, folder / self.loads, own=own)
+        template = TemplateGguf.read(self.options.like, model.source)
+        own = own_tokenizer(template.path, template.values, model.tokenizer, model.folder)
+        return export_gguf(model.access, template, self.options.type, folder / self.loads, own=own)
 
 
 @hookimpl

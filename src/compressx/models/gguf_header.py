@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -28,45 +27,19 @@ def read_once(path: Path) -> Iterator[None]:
     """Let transformers parse a file's header and make its map of tensor names once, inside the `with`.
 
     It would parse the header for the config, the tokenizer and the weights, and make the map of names for every module.
-
-    Raises:
-        ArtifactError: a header that is damaged, or of no whole language model.
     """
     import gguf
-    from transformers import modeling_gguf_pytorch_utils
 
     _reader(path)  # checked before transformers parses it its own way
     with (
-        patch.dict(modeling_gguf_pytorch_utils.TENSOR_PROCESSORS, {"falcon": _falcon()}),
         patch("gguf.GGUFReader", lambda path: _of_one_size(_reader(path))),
         patch("gguf.get_tensor_name_map", lru_cache(maxsize=1)(gguf.get_tensor_name_map)),
     ):
         yield
 
 
-def _falcon() -> Any:
-    """Return the reader of Falcon's fused matrices, which transformers lacks.
-
-    A file has all queries, all keys, all values; the model a group's queries, its key, its value, then the next group.
-    """
-    from transformers.modeling_gguf_pytorch_utils import GGUFTensor, TensorProcessor
-
-    class Falcon(TensorProcessor):  # type: ignore[misc] # untyped
-        def process(self, weights: np.ndarray, name: str, **_: Any) -> Any:
-            if "attn_qkv" in name:
-                heads, (rows, width) = self.config["num_attention_heads"], weights.shape
-                size = width // heads
-                groups = (rows // size - heads) // 2
-                parts = np.split(weights, [heads * size, (heads + groups) * size])
-                grouped = [x.reshape(groups, -1, size, width) for x in parts]
-                weights = np.concatenate(grouped, axis=1).reshape(rows, width)
-            return GGUFTensor(weights, name, {})
-
-    return Falcon
-
-
 def as_read(path: Path) -> Any:
-    """Return the fields and tensors of a file as transformers is given them."""
+    """Return the fields and tensors of a file as transformers is given them, zeros that are put in for `deci` too."""
     return _of_one_size(_reader(path))
 
 
@@ -74,11 +47,6 @@ def close(path: Path) -> None:
     """Let go of a parsed header, which keeps the file open; its values stay."""
     values_of(path)
     _parsed.cache_clear()
-
-
-def stored_numbers(path: Path) -> int:
-    """Count the numbers in a file's tensors, zeros that are put in for `deci` included."""
-    return sum(math.prod(map(int, x.shape)) for x in as_read(path).tensors)
 
 
 def values_of(path: Path) -> Mapping[str, Any]:
@@ -203,9 +171,6 @@ def _of_one_size(reader: Any) -> Any:
     """Return a file of llama.cpp's `deci` as one of `llama`, or `qwen2`, whose blocks all have the size of the largest.
 
     What a block lacks are zeros: heads, neurons, or its attention. Other files are returned as they are.
-
-    Raises:
-        ArtifactError: its blocks are not Llama's.
     """
     from gguf.gguf_reader import ReaderField
 

@@ -62,7 +62,7 @@ class FileHeader:
 class Derived(NamedTuple):
     """A setting that no key says by itself: from what llama.cpp takes it."""
 
-    told: str
+    words: str
     read: Callable[[FileHeader], Any]
 
 
@@ -112,17 +112,6 @@ _OF_GEMMA: Rules = {
 
 SETTINGS: Mapping[str, Rules] = {
     "bloom": {"layer_norm_epsilon": _EPSILON},
-    "falcon": {
-        "layer_norm_epsilon": _EPSILON, "num_kv_heads": "attention.head_count_kv",
-        "ffn_hidden_size": "feed_forward_length",
-        "num_ln_in_parallel_attn": Derived(
-            "whether there is `attn_norm_2.weight`", lambda header: 1 + ("attn_norm_2.weight" in header.names)
-        ),
-        "new_decoder_architecture": Derived(
-            "`attention.head_count_kv`, and whether there is `attn_norm_2.weight`",
-            lambda header: header.get("attention.head_count_kv") != 1 or "attn_norm_2.weight" in header.names,
-        ),
-    },
     "gemma2": {**_OF_GEMMA, "attn_logit_softcapping": "attn_logit_softcapping", "layer_types": _local(2)},
     "gemma3": {**_OF_GEMMA, "layer_types": _local(6)},
     "gpt2": {"layer_norm_epsilon": _EPSILON, "n_positions": "context_length", "n_inner": "feed_forward_length"},
@@ -162,7 +151,7 @@ positions."""
 
 OWN_HEAD = {"minimax-m2", "nemotron", "qwen2moe", "stablelm"}
 """Architectures whose files have an output matrix, also where it is the embedding."""
-_SQUARE = {"bloom", "falcon", "gpt2", "nemotron", "phi3", "qwen2", "qwen2moe", "stablelm", "starcoder2"}
+_SQUARE = {"bloom", "gpt2", "nemotron", "phi3", "qwen2", "qwen2moe", "stablelm", "starcoder2"}
 """Those whose heads together are as wide as the hidden states."""
 _LOCAL = {"gemma2", "gemma3"}
 """Those of which llama.cpp computes local attention."""
@@ -176,7 +165,7 @@ _READ = {
     "attention.head_count_kv", "attention.key_length", "attention.value_length", "vocab_size", "expert_count",
     "expert_used_count", "expert_feed_forward_length", "expert_shared_feed_forward_length", "rope.dimension_count",
     "rope.freq_base", "rope.freq_base_swa", "attention.sliding_window_pattern", "attention.causal",
-    "expert_gating_func", "pooling_type", "tensor_data_layout", "use_parallel_residual",
+    "expert_gating_func", "pooling_type", "use_parallel_residual",
 }  # fmt: skip
 """Keys that are read for every architecture, have to be as it has them, or are not computed with."""
 _GELUS = {"gelu", "gelu_new", "gelu_fast", "gelu_python", "gelu_pytorch_tanh", "gelu_accurate"}
@@ -195,9 +184,7 @@ def _settings_of(header: FileHeader) -> Rules:
 def completed(config: Any, path: Path) -> Any:
     """Return the config that transformers read from a file with the settings that llama.cpp computes with.
 
-    Raises:
-        UnsupportedModelError: another architecture, positions or a key that changes the computation and has no place
-            in a config.
+    Refused are other architectures, positions, and keys that change the computation and have no place in a config.
     """
     header, config = FileHeader.of(path), copy.deepcopy(config)
     if header.architecture in _BUILT:
@@ -273,16 +260,7 @@ def _known_keys() -> frozenset[str]:
 
 
 def refuse_tensors(model: Any, path: Path) -> None:
-    """Refuse a file with a tensor that has no place in the model, or without one of the model's.
-
-    Args:
-        model: of transformers, which may be on `meta`.
-        path: of the file.
-
-    Raises:
-        UnsupportedModelError: names a tensor that nothing reads.
-        ArtifactError: names a tensor that is missing.
-    """
+    """Refuse a file with a tensor that has no place in the model, which may be on `meta`, or without one of its own."""
     from transformers import modeling_gguf_pytorch_utils
 
     header, readers = FileHeader.of(path), modeling_gguf_pytorch_utils
@@ -302,11 +280,7 @@ def refuse_tensors(model: Any, path: Path) -> None:
 
 
 def _positions_scaled(config: Any, header: FileHeader) -> Any:
-    """Return a config with the scaling of positions of its GGUF file, which transformers leaves out.
-
-    Raises:
-        UnsupportedModelError: it is neither linear nor that of Llama 3.
-    """
+    """Return a config with its file's scaling of positions, linear or Llama 3's, which transformers leaves out."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     start, own = f"{header.architecture}.rope.scal", {}
@@ -346,10 +320,9 @@ _IGNORED = re.compile(
     # No arithmetic of a whole model, or none at all.
     r".*token_id|.*dropout|.*_pdrop|initializer_range|use_cache|(original_)?max_position_embeddings|pretraining_tp|"
     r"output_.*|router_.*|summary_.*|reorder_and_upcast_attn|slow_but_exact|"
-    # Sizes, which tensors have; what is compared as a head size, as windows and as rows of a fused matrix.
-    r"num_.*|n_(layer|head|inner|positions)|.*intermediate_size|ffn_hidden_size|head_dim|tie_word_embeddings|"
-    r"rope_parameters|.*sliding_window|max_window_layers|layer_types|block_.*|full_attn_idxs|multi_query|"
-    r"new_decoder_architecture"
+    # Sizes, which tensors have; what is compared as a head size, as widths of attention and as rows of a fused matrix.
+    r"num_.*|n_(layer|head|inner|positions)|.*intermediate_size|head_dim|tie_word_embeddings|"
+    r"rope_parameters|.*sliding_window|max_window_layers|layer_types|block_.*|full_attn_idxs"
 )
 
 
@@ -363,14 +336,10 @@ def computed(config: Any, architecture: str) -> dict[str, Any]:
 
     names = {x.name for x in dataclasses.fields(config)} - {x.name for x in dataclasses.fields(PreTrainedConfig)}
     found = {name: getattr(config, name, None) for name in names if not _IGNORED.fullmatch(name)}
-    if architecture == "falcon":
-        found["num_ln_in_parallel_attn"] = config.num_ln_in_parallel_attn or 1 + bool(config.new_decoder_architecture)
     if architecture == "gemma2":
         found["tie_word_embeddings"] = config.tie_word_embeddings
     every = getattr(config, "rope_parameters", None) or {}
-    by_kind = {
-        kind: rope for kind, rope in every.items() if isinstance(rope, Mapping)
-    }  # 5.16 has other keys beside them
+    by_kind = {kind: rope for kind, rope in every.items() if isinstance(rope, Mapping)}  # 5.16 has other keys beside
     for kind, rope in (by_kind or {"": every}).items():
         own = {key: x for key, x in rope.items() if rope.get("rope_type") != "default" or key == "rope_theta"}
         own["partial_rotary_factor"] = rope.get("partial_rotary_factor", 1.0)
@@ -387,7 +356,7 @@ def _alike(value: Any) -> Any:
     return value or None
 
 
-def windows(config: Any) -> list[int | None]:
+def attention_widths(config: Any) -> list[int | None]:
     """Return how many tokens the attention of each block sees, None where all before."""
     width = getattr(config, "sliding_window", None) or None
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
@@ -395,21 +364,17 @@ def windows(config: Any) -> list[int | None]:
 
 
 def refuse_unsayable(ours: Any, theirs: Any, header: FileHeader) -> None:
-    """Compare the config of a model to write with that of a file of its architecture.
+    """Refuse a setting of a model to write that files of an architecture cannot say, or that this file says otherwise.
 
     Args:
-        ours: of the model, which may have fewer blocks.
-        theirs: as `completed` returns it.
+        ours: the config of the model, which may have fewer blocks.
+        theirs: that of the file, as `completed` returns it.
         header: of the file.
-
-    Raises:
-        UnsupportedModelError: a setting that files of the architecture cannot say.
-        ArtifactError: one that this file says otherwise.
     """
     kind, depth = header.architecture, ours.num_hidden_layers
     said, own = computed(theirs, kind), computed(ours, kind)
     if kind in _LOCAL:
-        said["layer_types"], own["layer_types"] = windows(theirs)[:depth], windows(ours)
+        said["layer_types"], own["layer_types"] = attention_widths(theirs)[:depth], attention_widths(ours)
     elif kind == "lfm2":
         said["layer_types"], own["layer_types"] = theirs.layer_types[:depth], ours.layer_types
     for name in own:
@@ -438,7 +403,7 @@ def foreign(path: Path, name: str, there: Any, here: Any) -> ArtifactError:
 
 def context_of(config: Any, architecture: str) -> int | None:
     """Return the context within which llama.cpp, which has no local attention for it, computes what the model does."""
-    found = [x for x in windows(config) if x is not None and architecture not in _LOCAL]
+    found = [x for x in attention_widths(config) if x is not None and architecture not in _LOCAL]
     return min(found, default=None)
 
 

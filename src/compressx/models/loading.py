@@ -1,8 +1,13 @@
-"""Load a checkpoint: its model with or without weights, offloaded to disk, and its tokenizer."""
+"""Load a checkpoint: its model with or without weights, offloaded to disk, and its tokenizer.
+
+What is missing or damaged is an `ArtifactError`, what is no causal language model in full precision, or no safetensors,
+an `UnsupportedModelError`; both in one line.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -14,8 +19,9 @@ import torch
 from compressx.models import gguf_header, gguf_settings
 from compressx.models.architecture import find_blocks, text_config
 from compressx.models.checkpoint import Checkpoint, explained, local_folder
+from compressx.models.gguf_tokenizer import split_as_named
 from compressx.models.shards import are_equal, files_of, find_shards, refuse_more_blocks
-from compressx.models.tokenizer import as_in_file
+from compressx.models.tokenizer import as_in_folder
 from compressx.runtime.errors import ArtifactError, UnsupportedModelError, one_line
 from compressx.runtime.quiet import quiet_libraries
 
@@ -32,17 +38,11 @@ def _reading(checkpoint: Checkpoint) -> Iterator[None]:
 
 
 def load_skeleton(checkpoint: Checkpoint) -> Any:
-    """Build the model on the meta device: every module and shape, no weights.
-
-    Raises:
-        ArtifactError: the config cannot be read.
-        UnsupportedModelError: a quantized checkpoint, or no causal language model in transformers.
-    """
+    """Build the model on the meta device: every module and shape, no weights."""
     from transformers import AutoModelForCausalLM
 
     with _reading(checkpoint):
         config = _config(checkpoint)
-
         build = partial(AutoModelForCausalLM.from_config, config, trust_remote_code=checkpoint.trust_remote_code)
         with torch.device("meta"):
             model = _with_its_head(checkpoint, build(), build).eval()
@@ -52,16 +52,10 @@ def load_skeleton(checkpoint: Checkpoint) -> Any:
 
 
 def load_empty(checkpoint: Checkpoint) -> Any:
-    """Build the model that `load_model` would load, with parameters on the meta device and computed buffers filled.
-
-    Raises:
-        ArtifactError: the config cannot be read.
-        UnsupportedModelError: as for `load_skeleton`.
-    """
+    """Build the model that `load_model` would load, with parameters on the meta device and computed buffers filled."""
     with _reading(checkpoint):
         config = _config(checkpoint)
-        requested = None if checkpoint.dtype == "auto" else getattr(torch, checkpoint.dtype)
-        dtype = requested or config.dtype or _stored_dtype(local_folder(checkpoint))
+        dtype = dtype_of(checkpoint.at(local_folder(checkpoint)), config)
         build = partial(build_empty, config, dtype, trust_remote_code=checkpoint.trust_remote_code)
         model = _with_its_head(checkpoint, build(), build).eval()
         if model.can_generate():  # settings of generation may stand in config.json, whose class leaves them out
@@ -118,10 +112,6 @@ def load_model(checkpoint: Checkpoint) -> Any:
     """Load the model with its weights, in evaluation mode, on the CPU.
 
     A GGUF checkpoint is dequantized, and its model can be saved like any other.
-
-    Raises:
-        ArtifactError: weights that cannot be read, are missing, or do not have the shapes of the config.
-        UnsupportedModelError: a pickle checkpoint, or an architecture unknown to transformers.
     """
     from transformers import AutoModelForCausalLM
 
@@ -135,7 +125,8 @@ def load_model(checkpoint: Checkpoint) -> Any:
             given = {"config": (skeleton := load_skeleton(checkpoint)).config}
             skeleton.tie_weights(recompute_mapping=False)
             claimed = sum(p.numel() for p in skeleton.parameters())
-            if claimed > (held := gguf_header.stored_numbers(checkpoint.file)):
+            held = sum(math.prod(map(int, x.shape)) for x in gguf_header.as_read(checkpoint.file).tensors)
+            if claimed > held:
                 raise ArtifactError(  # transformers would allocate them
                     f"{checkpoint.file} is of {claimed} numbers by its metadata, but has {held}; download it again"
                 )
@@ -224,11 +215,7 @@ def _with_its_head(checkpoint: Checkpoint, model: Any, again: Callable[[], Any])
 
 
 def load_offloaded(checkpoint: Checkpoint, blocks: Iterable[str], device: torch.device, folder: Path) -> Any:
-    """Load a model with its decoder blocks on disk, in `folder`; accelerate reads a block whenever it is called.
-
-    Raises:
-        ArtifactError: the checkpoint cannot be read.
-    """
+    """Load a model with its decoder blocks on disk, in `folder`; accelerate reads a block whenever it is called."""
     from transformers import AutoModelForCausalLM
 
     with _reading(checkpoint):
@@ -244,21 +231,20 @@ def load_offloaded(checkpoint: Checkpoint, blocks: Iterable[str], device: torch.
 
 
 def load_tokenizer(checkpoint: Checkpoint) -> Any:
-    """Load the tokenizer. Text becomes the tokens that a folder's tokenizer.json makes of it, or the GGUF file.
-
-    Raises:
-        ArtifactError: the checkpoint has none, or one that cannot be read.
-    """
+    """Load the tokenizer. Text becomes the tokens that a folder's tokenizer.json makes of it, or the GGUF file."""
     from transformers import AutoTokenizer
 
     folder = Path(checkpoint.location)
     local = checkpoint.gguf_file is None and folder.is_dir()
-    if local and not any(_TOKENIZER_FILE.search(path.name) for path in folder.iterdir()):
-        raise _without_tokenizer(checkpoint)
+    tokenizer = None
     try:
-        with _reading(checkpoint):
-            tokenizer = AutoTokenizer.from_pretrained(checkpoint.location, **checkpoint.arguments)
-            tokenizer = as_in_file(tokenizer, checkpoint)
+        if not local or any(_TOKENIZER_FILE.search(path.name) for path in folder.iterdir()):
+            with _reading(checkpoint):
+                tokenizer = AutoTokenizer.from_pretrained(checkpoint.location, **checkpoint.arguments)
+                if checkpoint.gguf_file is not None:
+                    tokenizer = split_as_named(tokenizer, checkpoint.file)
+                else:
+                    tokenizer = as_in_folder(tokenizer, checkpoint)
     except Exception as error:
         if type(error) is not Exception:  # which the library of tokenizers raises
             raise
@@ -267,16 +253,12 @@ def load_tokenizer(checkpoint: Checkpoint) -> Any:
             "another version of the package tokenizers"
         ) from error
     # Without a vocabulary transformers makes a tokenizer that knows no word.
-    if {*tokenizer.get_vocab()} <= {*tokenizer.all_special_tokens}:
-        raise _without_tokenizer(checkpoint)
+    if tokenizer is None or {*tokenizer.get_vocab()} <= {*tokenizer.all_special_tokens}:
+        raise ArtifactError(
+            f"{checkpoint.location} has no tokenizer, such as tokenizer.json; save the model's there, with "
+            "AutoTokenizer.from_pretrained(MODEL).save_pretrained(FOLDER)"
+        )
     return tokenizer
-
-
-def _without_tokenizer(checkpoint: Checkpoint) -> ArtifactError:
-    return ArtifactError(
-        f"{checkpoint.location} has no tokenizer, such as tokenizer.json; save the model's there, with "
-        "AutoTokenizer.from_pretrained(MODEL).save_pretrained(FOLDER)"
-    )
 
 
 def _config(checkpoint: Checkpoint) -> Any:

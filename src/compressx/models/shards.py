@@ -1,7 +1,8 @@
 """Read and write the tensors of a checkpoint by decoder block, under their checkpoint names.
 
 transformers renames and merges some tensors on loading: the experts of a mixture are many tensors in the file and one
-in the model. Its own conversion is used here, for one block at a time.
+in the model. Its own conversion is used here, for one block at a time. A file that is missing, damaged, of another
+model or cannot be written is an `ArtifactError`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import re
 import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -46,14 +47,11 @@ class Shards:
         folder: with the files.
         files: file name by tensor name.
         members: tensor names by decoder block; `OUTSIDE` has the rest.
-        lent: by decoder block, names in the model of tensors that it shares with others and that are stored once; each
-            with the name in the model that they are stored under, and the names of the stored tensors.
     """
 
     folder: Path
     files: Mapping[str, str]
     members: Mapping[str, tuple[str, ...]]
-    lent: Mapping[str, Mapping[str, tuple[str, tuple[str, ...]]]] = field(default_factory=dict)
 
 
 def tensors_of(model: nn.Module, blocks: Iterable[str], fqn: str) -> dict[str, Tensor]:
@@ -66,16 +64,13 @@ def tensors_of(model: nn.Module, blocks: Iterable[str], fqn: str) -> dict[str, T
 
 def own_tensors(model: Any, blocks: Iterable[str], fqn: str) -> dict[str, Tensor]:
     """Return those of `tensors_of` that are written with this block, not with another one that shares them."""
-    tensors, tied = tensors_of(model, blocks, fqn), model.all_tied_weights_keys
-    return {name: tensor for name, tensor in tensors.items() if tied.get(name, name) in tensors}
+    tensors, tied = tensors_of(model, blocks, fqn), model.all_tied_weights_keys.items()
+    written = {x for x, of in tied if of not in tensors and model.get_parameter(x) is model.get_parameter(of)}
+    return {name: tensor for name, tensor in tensors.items() if name not in written}
 
 
 def of_file(path: Path, fqn: str) -> Shards:
-    """Return the shards of one block, all in one file.
-
-    Raises:
-        ArtifactError: the file is missing or damaged.
-    """
+    """Return the shards of one block, all in one file."""
     with ExitStack() as stack:
         names = tuple(_opened(path, stack).keys())
     return Shards(path.parent, dict.fromkeys(names, path.name), {fqn: names})
@@ -84,9 +79,7 @@ def of_file(path: Path, fqn: str) -> Shards:
 def check_files(folder: Path) -> list[str]:
     """Check that the files of a local checkpoint exist and are complete, and return their names; reads no weights.
 
-    Raises:
-        ArtifactError: a file is missing, damaged or truncated.
-        UnsupportedModelError: its weights are quantized, by its config or by their dtypes and names.
+    Refused are quantized weights, by the config or by dtypes and names.
     """
     plain = "give the model in full precision, and quantize the result last"
     for path in (folder / "config.json", folder / "hf_quant_config.json"):
@@ -108,11 +101,7 @@ def check_files(folder: Path) -> list[str]:
 
 
 def find_shards(folder: Path, model: Any, blocks: Iterable[str]) -> Shards:
-    """Assign the tensors of a local checkpoint to the blocks of a model, whose `unread` gets those that it has not.
-
-    Raises:
-        ArtifactError: files that are missing or cannot be read.
-    """
+    """Assign the tensors of a local checkpoint to the blocks of a model, whose `unread` gets those that it has not."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
@@ -120,12 +109,10 @@ def find_shards(folder: Path, model: Any, blocks: Iterable[str]) -> Shards:
     renamings, converters = ([x for x in mapping if isinstance(x, kind)] for kind in (WeightRenaming, WeightConverter))
     known = {**model.state_dict(), **dict(model.named_buffers())}
     members: dict[str, list[str]] = {OUTSIDE: [], **{fqn: [] for fqn in blocks}}
-    stored: dict[str, tuple[str, ...]] = {}
     unread = []
     for name in files:
         renamed, _ = rename_source_key(name, renamings, converters, model.base_model_prefix, known)
         members[_home(renamed, members)].append(name)
-        stored[renamed] = (*stored.get(renamed, ()), name)
         if renamed not in known:
             unread.append(renamed)
     ignored = {*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()), r"rotary_emb\.inv_freq$"}
@@ -139,23 +126,7 @@ def find_shards(folder: Path, model: Any, blocks: Iterable[str]) -> Shards:
             if (count := getattr(config, key, None)) and not any(".mtp" in f".{name}" for name in known):
                 model.emptied[key] = count
                 setattr(config, key, 0)
-    lent: dict[str, dict[str, tuple[str, tuple[str, ...]]]] = {fqn: {} for fqn in members}
-    groups: dict[str, list[str]] = {}
-    for target, source in model.all_tied_weights_keys.items():
-        groups.setdefault(source, [source]).append(target)
-    for group in groups.values():
-        there = [name for name in group if name in stored]
-        if not there or len({_home(name, members) for name in group}) == 1:
-            continue
-        for other in there[1:]:
-            if not are_equal(folder, files, stored[there[0]], stored[other]):  # transformers does not tie them either
-                del model.all_tied_weights_keys[other]
-                group.remove(other)
-        for name in group:
-            home = _home(name, members)
-            members[home] = [x for x in members[home] if x not in stored.get(name, ())]
-            lent[home][name] = there[0], stored[there[0]]
-    return Shards(folder, files, {fqn: tuple(names) for fqn, names in members.items()}, lent)
+    return Shards(folder, files, {fqn: tuple(names) for fqn, names in members.items()})
 
 
 def are_equal(folder: Path, files: Mapping[str, str], *groups: Sequence[str]) -> bool:
@@ -182,13 +153,7 @@ def _predicting(model: Any, names: Iterable[str], depth: int) -> set[str]:
 def refuse_more_blocks(where: Path | str, names: Iterable[str], blocks: Collection[str]) -> None:
     """Refuse a checkpoint with more decoder blocks than the model; transformers would silently drop them.
 
-    Args:
-        where: the checkpoint.
-        names: of its tensors, at least the unexpected ones, with the model's prefix or without.
-        blocks: of the model.
-
-    Raises:
-        ArtifactError: names a tensor of such a block.
+    `names` are those of its tensors, at least the unexpected ones, with the model's prefix or without.
     """
     lists = {fqn.rpartition(".")[0] for fqn in blocks if fqn}
     for name in names:
@@ -203,11 +168,7 @@ def refuse_more_blocks(where: Path | str, names: Iterable[str], blocks: Collecti
 
 
 def load(model: Any, shards: Shards, fqn: str, device: torch.device | str = "cpu") -> None:
-    """Load the weights of one block, or `OUTSIDE` the blocks, from `meta` to a device, in the model's dtypes.
-
-    Raises:
-        ArtifactError: a file that cannot be read, or tensors that do not fit the model.
-    """
+    """Load the weights of one block, or `OUTSIDE` the blocks, from `meta` to a device, in the model's dtypes."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import convert_and_load_state_dict_in_model
     from transformers.modeling_utils import LoadStateDictConfig
@@ -227,20 +188,6 @@ def load(model: Any, shards: Shards, fqn: str, device: torch.device | str = "cpu
         raise ArtifactError(
             f"{shards.folder}: its tensors do not fit {type(model).__name__}: {', '.join(sorted(wrong))}"
         )
-
-
-def borrow(model: Any, shards: Shards, fqn: str, device: torch.device | str) -> None:
-    """Load the weights that a block shares with others, as `load` does."""
-    if not (lent := shards.lent.get(fqn, {})):
-        return
-    named = {theirs for theirs, _ in lent.values()}
-    before = {name: model.get_parameter(name) for name in named}
-    names = dict.fromkeys(name for _, stored in lent.values() for name in stored)
-    load(model, replace(shards, members={fqn: tuple(names)}), fqn, device)
-    loaded = {name: model.get_parameter(name) for name in named}
-    for name, parameter in (*before.items(), *((mine, loaded[theirs]) for mine, (theirs, _) in lent.items())):
-        module, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(module), leaf, parameter)
 
 
 def unload(module: nn.Module, names: Iterable[str]) -> None:
@@ -268,11 +215,7 @@ def checkpoint_tensors(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, T
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write tensors to a safetensors file, atomically.
-
-    Raises:
-        ArtifactError: the file cannot be written.
-    """
+    """Write tensors to a safetensors file, atomically."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
@@ -284,20 +227,12 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Read all tensors of a safetensors file.
-
-    Raises:
-        ArtifactError: the file is missing or damaged.
-    """
+    """Read all tensors of a safetensors file."""
     return dict(each_tensor(path))
 
 
 def each_tensor(path: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield the names and tensors of a safetensors file one at a time, sorted by name.
-
-    Raises:
-        ArtifactError: the file is missing or damaged.
-    """
+    """Yield the names and tensors of a safetensors file one at a time, sorted by name."""
     with ExitStack() as stack:
         file = _opened(path, stack)
         for name in sorted(file.keys()):
@@ -308,9 +243,6 @@ def save_model(model: Any, tokenizer: Any | None, folder: Path, tensors: Mapping
     """Save a pruned model, its masks squashed, in transformers' format: dense safetensors, config, tokenizer.
 
     `tensors` are those to save, by their state dict names; None for all.
-
-    Raises:
-        ArtifactError: a prepared or quantized model, values that cannot be saved, or files that cannot be written.
     """
     from huggingface_hub.errors import StrictDataclassError
     from safetensors import SafetensorError
@@ -353,11 +285,7 @@ def save_model(model: Any, tokenizer: Any | None, folder: Path, tensors: Mapping
 
 
 def join(folder: Path, parts: Sequence[Shards]) -> None:
-    """Link or copy `parts`, one file each, before a checkpoint's one `model.safetensors`, and write their index.
-
-    Raises:
-        ArtifactError: files cannot be linked, copied or written.
-    """
+    """Link or copy `parts`, one file each, before a checkpoint's one `model.safetensors`, and write their index."""
     count = len(parts) + 1
     with ExitStack() as stack, os_errors_named("write", folder):
         last = folder / _shard_name(count, count)

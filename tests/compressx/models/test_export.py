@@ -24,7 +24,7 @@ from compressx.models.export import check_output, check_unfinished, output_folde
 from compressx.models.shards import save_model
 from compressx.runtime.errors import ArtifactError
 from compressx.runtime.files import BLOCKS, STATE
-from compressx.testing import tiny_model, tiny_tokens
+from compressx.testing import tiny_model
 
 
 def names_in(folder: Path) -> list[str]:
@@ -55,10 +55,9 @@ def test_the_folder_appears_whole_under_its_name_and_nothing_stays_beside_it(tmp
     assert names_in(target.parent) == ["out"]
 
 
-@pytest.mark.parametrize("resume", [False, True])
-def test_an_empty_folder_is_filled_with_nothing_to_resume_too(resume: bool, tmp_path: Path) -> None:
+def test_an_empty_folder_is_filled_with_nothing_to_resume_too(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
-    with output_folder(tmp_path / "out", resume=resume) as building:
+    with output_folder(tmp_path / "out", resume=True) as building:
         write_output(building, "new")
     assert (tmp_path / "out" / "report.json").read_text() == "new"
     assert names_in(tmp_path) == ["out"]
@@ -127,12 +126,37 @@ def test_what_a_run_finished_is_kept_when_the_last_rename_fails(error, tmp_path,
     assert not {"state.json", "blocks"} & {*names_in(tmp_path / "out")}
 
 
-def test_where_something_is_mounted_is_refused_before_any_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "volume").mkdir()
+REFUSED = {
+    "volume": r"is a mount point, .*; choose a folder in it, such as .*volume/run",
+    "thesis": r"thesis exists and is not an earlier output of compressx",
+    "file": "file is a file; choose a folder",
+    "file/below": r"below cannot be created: .*file is not a folder|below: Not a directory",
+    "/": r"output .* is the root of the file system; choose a folder in it",
+    ".": "current folder or one above it", "..": "current folder or one above it",
+    "closed/out": "closed/out cannot be created: .*closed is not a folder that you can write to",
+    "${USER}": r"output .*\$\{USER\} has a variable, which a recipe does not expand",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("target", REFUSED)
+def test_a_target_that_cannot_be_an_output_is_refused_before_any_work(target, tmp_path, monkeypatch) -> None:
+    for name in ("thesis", "volume", "closed", "work"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "thesis" / "report.json").write_text("{}")
+    (tmp_path / "file").write_text("")
+    write_output(tmp_path, "mine")
     monkeypatch.setattr(Path, "is_mount", lambda self: self.name == "volume")
-    with pytest.raises(ArtifactError, match=r"is a mount point, .*; choose a folder in it, such as .*volume/run"):
-        check_output(tmp_path / "volume")
+    monkeypatch.setattr(os, "access", lambda path, _mode: Path(path).name != "closed")
+    before = names_in(tmp_path)
+    if target.startswith("."):
+        monkeypatch.chdir(tmp_path / "work")
+    given = Path(target) if target.startswith(".") else tmp_path / target
+    with pytest.raises(ArtifactError, match=REFUSED[target]):
+        check_output(given)
+    with pytest.raises(ArtifactError, match=REFUSED[target]), output_folder(given):
+        pytest.fail("the block must not run")
     check_output(tmp_path / "volume/run")
+    assert names_in(tmp_path) == before
 
 
 def test_everything_is_on_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,17 +237,6 @@ def test_a_run_that_cannot_have_the_folder_is_refused_at_once_and_nothing_change
     assert names_in(tmp_path) == [building.name]
 
 
-def test_a_folder_with_other_files_is_refused_before_any_work(tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "thesis.tex").write_text("years")
-    (tmp_path / "out" / "report.json").write_text("{}")
-    with pytest.raises(ArtifactError, match=r"out exists and is not an earlier output of compressx"):
-        check_output(tmp_path / "out")
-    with pytest.raises(ArtifactError, match="out exists"), output_folder(tmp_path / "out"):
-        pytest.fail("the block must not run")
-    assert names_in(tmp_path) == ["out"]
-
-
 @pytest.mark.parametrize(
     "names", [["notes.md"], [".git"], ["bench.json", "model.bak"], ["a", "b", "c", "d", "e"]], ids=str
 )
@@ -256,45 +269,6 @@ def test_what_may_lie_in_an_output_is_what_the_documentation_lists() -> None:
     assert listed == export._WRITTEN - {STATE, BLOCKS, ".DS_Store"}
 
 
-def test_a_folder_that_somebody_filled_during_the_run_is_not_replaced(tmp_path: Path) -> None:
-    with pytest.raises(ArtifactError, match="not an earlier output"), output_folder(tmp_path / "out"):  # noqa: PT012
-        (tmp_path / "out").mkdir()
-        (tmp_path / "out" / "thesis.tex").write_text("years")
-    assert names_in(tmp_path / "out") == ["thesis.tex"]
-
-
-def test_a_file_is_refused_as_output_and_as_what_the_output_lies_in(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ArtifactError, match="file is a file; choose a folder"):
-        check_output(tmp_path / "file")
-    with pytest.raises(ArtifactError, match=r"below cannot be created: .*file is not a folder|below: Not a directory"):
-        check_output(tmp_path / "file" / "below")
-
-
-@pytest.mark.parametrize("check", [check_output, check_unfinished])
-def test_the_root_of_the_file_system_is_refused(check: Any) -> None:
-    with pytest.raises(ArtifactError, match=r"output .* is the root of the file system; choose a folder in it"):
-        check(Path(Path.cwd().anchor))
-
-
-def test_the_current_folder_and_those_above_it_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "work").mkdir()
-    write_output(tmp_path, "mine")
-    monkeypatch.chdir(tmp_path / "work")
-    for target in (Path(), Path("..")):
-        with pytest.raises(ArtifactError, match="current folder or one above it"):
-            check_output(target)
-    check_output(Path("out"))
-
-
-def test_a_place_that_may_not_be_written_is_refused_when_planning(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "access", lambda path, _mode: Path(path) != tmp_path)
-    message = rf"a/out cannot be created: {tmp_path} is not a folder that you can write to"
-    with pytest.raises(ArtifactError, match=message):
-        check_output(tmp_path / "a" / "out")
-    assert names_in(tmp_path) == []
-
-
 def test_a_link_to_an_earlier_output_stays_a_link(earlier: Path) -> None:
     link = earlier.parent / "latest"
     link.symlink_to(earlier)
@@ -322,11 +296,6 @@ with output_folder(Path(sys.argv[1])) as building:
 """
 
 
-def test_a_variable_in_an_outputs_name_is_refused_rather_than_taken_for_a_name(tmp_path):
-    with pytest.raises(ArtifactError, match=r"output .*\$\{USER\} has a variable, which a recipe does not expand"):
-        check_output(tmp_path / "${USER}")
-
-
 def test_half_written_files_in_any_folder_of_an_interrupted_run_are_removed(tmp_path):
     target = tmp_path / "out"
     with pytest.raises(KeyboardInterrupt), output_folder(target) as folder:  # noqa: PT012 - the block is the test
@@ -339,7 +308,7 @@ def test_half_written_files_in_any_folder_of_an_interrupted_run_are_removed(tmp_
     assert [*target.rglob(".*")] == []
 
 
-PLACES = ["", "blocks", "model", "run.log", "blocks/model.layers.0.json", "state.json"]
+PLACES = ["", "blocks", "model", "run.log", "blocks/model.layers.0.json", "state.json", "pipe"]
 
 
 @pytest.fixture
@@ -363,7 +332,7 @@ def interrupted_with_a_link(target: Path, place: str, foreign: Path) -> Path:
     link.parent.mkdir(parents=True, exist_ok=True)
     if place not in {"", "state.json"}:
         (left / "state.json").write_text("{}")
-    link.symlink_to(leads_to)
+    os.mkfifo(link) if place == "pipe" else link.symlink_to(leads_to)
     return link
 
 
@@ -389,18 +358,6 @@ def test_restart_removes_links_without_what_they_lead_to(tmp_path: Path, foreign
     assert contents(foreign) == before
     assert names_in(tmp_path) == ["foreign", "out"]
     assert not (tmp_path / "out").is_symlink()
-
-
-def test_a_pipe_in_the_folder_of_an_interrupted_run_is_refused_and_not_waited_for(tmp_path: Path) -> None:
-    left = tmp_path / ".out.partial-0a1b2c3d"
-    left.mkdir()
-    (left / "state.json").write_text("{}")
-    os.mkfifo(left / "run.log")
-    with (
-        pytest.raises(ArtifactError, match=r"run\.log is a link or the like"),
-        output_folder(tmp_path / "out", resume=True),
-    ):
-        pytest.fail("the block must not run")
 
 
 @pytest.mark.parametrize("there", [False, True])
@@ -429,18 +386,6 @@ def test_what_a_killed_process_left_is_cleared_and_what_it_moved_aside_comes_bac
     assert (earlier / "report.json").read_text() == "earlier"
 
 
-_STRANGER = """
-import sys, torch
-from pathlib import Path
-from transformers import AutoModelForCausalLM
-tokens = torch.load(sys.argv[1])
-for folder in map(Path, sys.argv[2:]):
-    model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
-    with torch.no_grad():
-        logits = model(tokens).logits
-    torch.save({"logits": logits, "state": model.state_dict(), "class": type(model).__name__}, folder / "loaded.pt")
-assert not any(name.startswith("compressx") for name in sys.modules)
-"""
 KINDS = [("llama", torch.bfloat16), ("llama-tied", torch.float32), ("gpt2", torch.bfloat16), ("opt", torch.float32)]
 
 
@@ -451,42 +396,19 @@ def pruned(architecture: str, dtype: torch.dtype = torch.float32) -> tuple[Any, 
     return model, masks
 
 
-def load_elsewhere(tokens: torch.Tensor, folders: list[Path], scratch: Path) -> list[dict[str, Any]]:
-    """Load saved models in a process that does not know compressx; give their logits and weights."""
-    torch.save(tokens, scratch / "tokens.pt")
-    command = [sys.executable, "-c", _STRANGER, str(scratch / "tokens.pt"), *map(str, folders)]
-    threads = {"OMP_NUM_THREADS": str(torch.get_num_threads())}  # another number gives sums in another order
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | threads)
-    assert done.returncode == 0, done.stderr
-    return [torch.load(folder / "loaded.pt") for folder in folders]
-
-
-@pytest.fixture(scope="module")
-def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, torch.dtype], dict[str, Any]]:
-    scratch = tmp_path_factory.mktemp("saved")
-    folders = [scratch / f"{architecture}-{dtype}" for architecture, dtype in KINDS]
-    for kind, folder in zip(KINDS, folders, strict=True):
-        save_model(pruned(*kind)[0], None, folder)
-    return dict(zip(KINDS, load_elsewhere(tiny_tokens(), folders, scratch), strict=True))
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_transformers_alone_loads_what_was_saved_with_the_zeros_of_the_masks(kind, loaded):
+def test_transformers_alone_loads_what_was_saved_with_the_zeros_of_the_masks(kind, tmp_path):
+    from transformers import AutoModelForCausalLM
+
     model, masks = pruned(*kind)
-    assert loaded[kind]["class"] == type(model).__name__
-    again = tiny_model(kind[0], dtype=kind[1], seed=9)
-    again.load_state_dict(loaded[kind]["state"])
-    assert masks.deviations(again) == {}
-    expected = model.state_dict()
-    assert loaded[kind]["state"].keys() == expected.keys()
-    for name, tensor in loaded[kind]["state"].items():
+    save_model(model, None, tmp_path)
+    loaded, expected = AutoModelForCausalLM.from_pretrained(tmp_path), model.state_dict()
+    assert type(loaded) is type(model)
+    assert masks.deviations(loaded) == {}
+    assert loaded.state_dict().keys() == expected.keys()
+    for name, tensor in loaded.state_dict().items():
         assert tensor.dtype == expected[name].dtype
         assert torch.equal(tensor, expected[name])
-    with torch.no_grad():
-        logits = model(tiny_tokens()).logits
-    tolerance = 1e-4 if kind[1] == torch.float32 else 0.1  # bfloat16 sums in another order where memory is aligned so
-    torch.testing.assert_close(loaded[kind]["logits"], logits, atol=tolerance, rtol=tolerance)
 
 
 def test_what_is_saved_is_dense_safetensors_that_others_may_read_and_saving_prints_nothing(tmp_path, capfd):
@@ -555,12 +477,6 @@ def test_a_full_disk_is_an_error_that_names_the_path(error: Exception, message: 
 
     with pytest.raises(ArtifactError, match=message.format(tmp_path)):
         save_model(pruned("llama")[0], Full(), tmp_path / "model")
-
-
-def test_a_file_where_the_model_should_go_is_an_error_and_not_a_silent_return(tmp_path: Path) -> None:
-    (tmp_path / "model").write_text("")
-    with pytest.raises(ArtifactError, match=rf"cannot write {tmp_path}/model: File exists"):
-        save_model(pruned("llama")[0], None, tmp_path / "model")
 
 
 @pytest.mark.parametrize(

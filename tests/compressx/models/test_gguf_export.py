@@ -42,7 +42,7 @@ from compressx.runtime.errors import ArtifactError, CompressxError, UnsupportedM
 
 def test_the_type_of_a_file_may_be_written_in_any_case() -> None:
     assert [GgufOptions(type=kind).type for kind in ("q4_0", "Bf16", "F16")] == ["Q4_0", "BF16", "F16"]
-    with pytest.raises(ValueError, match="'Q4_K_M' is none of F16, BF16"):
+    with pytest.raises(ValueError, match=r"'Q4_K_M' is none of F16, BF16.*llama-quantize FILE Q4_K_M"):
         GgufOptions(type="q4_k_m")
 
 
@@ -221,11 +221,11 @@ def test_metadata_and_tokenizer_are_the_like_files(tmp_path: Path):
         ({"vocab_size": 64}, "vocab_size is 128, and 64"),
         ({"hidden_size": 128, "head_dim": 16}, "hidden_size is 64, and 128"),
         ({"head_dim": 32}, "head size is 16, and 32"),
-        ({"num_hidden_layers": 4}, "has 3 blocks, and the model to export 4"),
+        ({"num_hidden_layers": 4}, "its number of blocks is 3, and 4 in the one to export"),
         ({"rope_theta": 5e5}, "rope_parameters is"),
         ({"rms_norm_eps": 1e-3}, "rms_norm_eps is"),
         ({"attention_bias": True}, "computes llama with attention_bias False, and the model to export has True"),
-        ({"tie_word_embeddings": False, "intermediate_size": 128}, "ffn_gate.weight is \\[96, 64\\] there"),
+        ({"tie_word_embeddings": False, "intermediate_size": 128}, r"ffn_gate.weight is \[96, 64\], and \[128, 64\]"),
     ],
 )
 def test_the_like_file_of_another_model_is_refused_in_one_line(changed: dict[str, Any], expected: str, tmp_path: Path):
@@ -258,21 +258,6 @@ def test_without_a_like_file_the_message_names_the_converter():
 
 
 @settings(max_examples=60)
-@given(place=st.floats(0, 1), value=st.integers(0, 255), cut=st.booleans())
-def test_a_damaged_like_file_is_refused_or_used_and_nothing_else(place: float, value: int, cut: bool):
-    with tempfile.TemporaryDirectory() as name:
-        folder, model = Path(name), _TINY
-        like = like_of(folder, model, "llama")
-        data = bytearray(like.read_bytes())
-        at = int(place * (9000 - 1))  # the header
-        data = data[:at] if cut else data[:at] + bytes([value]) + data[at + 1 :]
-        like.write_bytes(data)
-        with contextlib.suppress(CompressxError):
-            export_gguf(InMemory(model), TemplateGguf.read(like, None), "Q8_0", folder / "x.gguf")
-            assert read(folder / "x.gguf")
-
-
-@settings(max_examples=60)
 @given(changes=st.lists(st.tuples(st.floats(0, 1), st.integers(0, 255)), min_size=1, max_size=2))
 def test_a_damaged_file_of_own_widths_is_refused_or_read_and_nothing_else(changes: list[tuple[float, int]]):
     with tempfile.TemporaryDirectory() as name:
@@ -297,11 +282,6 @@ def test_values_that_float16_cannot_hold_are_refused(value: float, tmp_path: Pat
     with pytest.raises(ArtifactError, match=r"layers.1.mlp.up_proj.weight has values beyond 65504, .*type BF16"):
         exported(tmp_path, model, "llama", "Q8_0")
     exported(tmp_path, model, "llama", "BF16")
-
-
-def test_types_that_the_package_cannot_quantize_name_llama_quantize():
-    with pytest.raises(ValueError, match=r"'Q4_K_M' is none of F16, .*llama-quantize FILE Q4_K_M"):
-        GgufOptions.model_validate({"type": "Q4_K_M"})
 
 
 def test_the_real_model_dense_shrunk_and_cut_computes_the_same_in_llama_cpp(smollm2: Any, tmp_path: Path):

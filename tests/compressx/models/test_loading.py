@@ -4,10 +4,8 @@ import json
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from gguf import GGUFWriter
 from safetensors.torch import load_file, save_file
 from tests.compressx.causal import small_config
 from tests.compressx.saved import save_tiny
@@ -35,11 +33,17 @@ def saved(tmp_path: Path) -> Path:
     return tmp_path / "llama"
 
 
-def test_a_local_folder_loads_in_its_own_dtype_and_in_the_one_that_is_asked_for(saved):
-    model = load_model(find_checkpoint(source(path=saved)))
-    assert model.dtype == torch.bfloat16
-    assert not model.training
-    assert load_model(find_checkpoint(source(path=saved, dtype="float32"))).dtype == torch.float32
+@pytest.mark.parametrize("said", [True, False])
+def test_a_model_has_the_dtype_of_its_checkpoint_or_the_one_that_is_asked_for(said: bool, saved: Path):
+    config = json.loads((saved / "config.json").read_text())
+    if not said:
+        del config["dtype"]
+    (saved / "config.json").write_text(json.dumps(config))
+    for load in (load_empty, load_model):
+        assert load(find_checkpoint(source(path=str(saved)))).dtype == torch.bfloat16
+        model = load(find_checkpoint(source(path=saved, dtype="float32")))
+        assert model.dtype == torch.float32
+        assert not model.training
 
 
 def test_the_skeleton_has_every_shape_and_no_weight(saved):
@@ -47,12 +51,6 @@ def test_the_skeleton_has_every_shape_and_no_weight(saved):
     skeleton, model = load_skeleton(checkpoint), load_model(checkpoint)
     assert {p.device.type for p in skeleton.parameters()} == {"meta"}
     assert [(n, p.shape) for n, p in skeleton.named_parameters()] == [(n, p.shape) for n, p in model.named_parameters()]
-
-
-def test_a_config_of_no_known_architecture_is_explained(saved):
-    (saved / "config.json").write_text('{"model_type": "no_such_model"}')
-    with pytest.raises(ArtifactError, match=r"cannot load .*llama: .*no_such_model"):
-        load_skeleton(find_checkpoint(source(path=saved)))
 
 
 @pytest.mark.slow
@@ -63,15 +61,6 @@ def test_a_model_that_is_no_causal_language_model_is_refused(tmp_path):
     save_file({}, tmp_path / "model.safetensors")
     with pytest.raises(UnsupportedModelError, match="is not a causal language model"):
         load_skeleton(find_checkpoint(source(path=tmp_path)))
-
-
-def test_a_quantized_checkpoint_is_refused_at_plan_time(saved):
-    config = (saved / "config.json").read_text()
-    (saved / "config.json").write_text(
-        config.replace("{", '{"quantization_config": {"quant_method": "gptq", "bits": 4},', 1)
-    )
-    with pytest.raises(UnsupportedModelError, match="is quantized"):
-        load_skeleton(find_checkpoint(source(path=saved)))
 
 
 def test_damaged_safetensors_are_an_error_that_names_the_file_before_weights_are_loaded(saved):
@@ -106,22 +95,6 @@ def test_a_checkpoint_with_more_blocks_than_its_config_means_is_refused(architec
         ArtifactError, match=r"has (model\.layers|(transformer\.)?h)\.2\..*, but the config has 2 decoder"
     ):
         load(find_checkpoint(source(path=tmp_path)))
-
-
-def test_a_gguf_file_that_is_cut_short_says_so(tmp_path):
-    path = tmp_path / "half.gguf"
-    writer = GGUFWriter(path, "llama")
-    writer.add_string("general.description", "x" * 200)
-    writer.add_tensor("token_embd.weight", np.ones((64, 64), np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    whole = path.read_bytes()
-    for kept in (20, 100, 200, -8000, -1):
-        path.write_bytes(whole[:kept])
-        with pytest.raises(ArtifactError, match=r"half\.gguf is not a GGUF file, or it is truncated: .*; download it"):
-            load_model(find_checkpoint(source(path=path)))
 
 
 def test_a_hub_id_that_cannot_be_reached_says_what_to_do():
@@ -177,18 +150,10 @@ def test_a_gguf_file_in_16_bits_computes_as_transformers_does_with_tables_in_flo
     assert tied[0] == tied[1]
 
 
-def test_a_streamed_model_has_the_dtype_of_its_checkpoint(saved: Path):
-    config = json.loads((saved / "config.json").read_text())
-    del config["dtype"]
-    (saved / "config.json").write_text(json.dumps(config))
-    checkpoint = find_checkpoint(source(path=str(saved)))
-    for model in (load_empty(checkpoint), load_model(checkpoint)):
-        assert model.dtype == torch.bfloat16
-
-
 @pytest.mark.parametrize(
     ("changed", "reason"),
     [({"hidden_size": 64.0}, "hidden_size"), ({"num_key_value_heads": "2"}, "num_key_value_heads"),
+     ({"model_type": "no_such_model"}, "no_such_model"),
      ({"hidden_act": "nope"}, "a value that transformers does not know: 'nope'"), ({"dtype": "float99"}, "float99")],
     ids=str,
 )  # fmt: skip
@@ -238,20 +203,11 @@ def test_a_pickle_is_not_read_however_it_is_named(saved):
         raise hub
 
 
-def test_a_tokenizer_of_a_kind_that_its_library_does_not_know_is_named(tmp_path):
-    folder = save_tiny(tmp_path / "model", "llama")
-    tokenizer = json.loads((folder / "tokenizer.json").read_text())
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer | {"model": {"type": "Newer"}}))
-    with pytest.raises(
-        ArtifactError, match=f"^cannot load the tokenizer of {folder}: .*; its tokenizer.json is damaged"
-    ):
-        load_tokenizer(find_checkpoint(ModelSource(path=folder)))
-
-
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
 @pytest.mark.parametrize(
     "content",
     [b"", b"hello", b"\xff\xfe\0", b"[]", b"[" * 100_000, b'{"bos_token": 5', b'{"bos_token": 5, "model": 5}',
+     b'{"bos_token": 5, "model": {"type": "Newer"}}',
      b'{"bos_token": "\\ud83d", "model": {"type": "WordLevel", "vocab": {"a": -1}}}',
      b'{"added_tokens_decoder": [1], "model": {"type": "WordLevel", "vocab": {"a": "b"}}}'],
     ids=lambda x: x[:40].decode("latin-1"),
@@ -272,7 +228,7 @@ def test_code_that_a_tokenizer_names_is_not_run(tmp_path):
     (folder / "own.py").write_text(
         f"from pathlib import Path\nPath({str(tmp_path / 'ran')!r}).touch()\nclass Own: pass\n"
     )
-    with pytest.raises(UnsupportedModelError, match=r"has Python code of its own \(auto_map in .*: own\.py\)"):
+    with pytest.raises(UnsupportedModelError, match="has Python code of its own"):
         load_tokenizer(find_checkpoint(ModelSource(path=folder)))
     assert not (tmp_path / "ran").exists()
 
@@ -318,7 +274,6 @@ _FURTHER = {
     "llama": (["mtp.fc.weight", "model.layers.0.extra.weight"], {"num_nextn_predict_layers": 1}),
     "deepseek_v3": (["model.layers.3.eh_proj.weight"], {"num_nextn_predict_layers": 1, "max_length": 77}),
     "glm4_moe": (["model.layers.3.eh_proj.weight"], {"num_nextn_predict_layers": 1, "temperature": 0.6}),
-    "mimo_v2_flash": (["model.mtp.layers.0.eh_proj.weight"], {"num_nextn_predict_layers": 1}),
     "qwen3_next": (["mtp.fc.weight", "mtp.layers.0.mlp.gate.weight"], {"num_nextn_predict_layers": 1}),
     "qwen3_5_text": (["mtp.fc.weight"], {"mtp_num_hidden_layers": 1, "do_sample": True}),
     "gpt2": (["transformer.extra.weight"], {"top_k": 5, "do_sample": True, "max_length": 40}),
@@ -355,7 +310,7 @@ def test_what_no_class_reads_is_named_and_settings_of_generation_are_kept_stream
 
 
 @pytest.mark.parametrize("stored", ["own", "own, in shards", "equal", "none"])
-@pytest.mark.parametrize("architecture", ["llama", "gemma3", "gpt2", "opt", "qwen2", "phi"])
+@pytest.mark.parametrize("architecture", ["llama", "gemma3", "gpt2"])
 def test_whether_a_head_is_the_embeddings_is_known_by_the_tensors_everywhere(
     architecture: str, stored: str, tmp_path: Path
 ):

@@ -17,8 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from compressx.data.windows import beginning
 from compressx.models.checkpoint import Checkpoint, find_checkpoint
+from compressx.models.gguf_tokenizer import _SPLITS
 from compressx.models.loading import load_tokenizer
-from compressx.models.tokenizer import _SPLITS
 from compressx.pipeline.run import run
 from compressx.recipe.sources import ModelSource
 from compressx.runtime.errors import ArtifactError, UnsupportedModelError
@@ -125,20 +125,14 @@ def test_flags_change_nothing_of_tokenizer_json_and_tokens_beside_it_are_added(
     kind: str, name: str, flag: bool, tmp_path: Path
 ) -> None:
     flags = {"add_bos_token": flag, "add_prefix_space": flag, "legacy": flag, "extra_special_tokens": ["<x>"]}
-    folder = saved(tmp_path / "m", made := KINDS[name](), kind, {**NAMED, **flags, "tokenizer_class": OWN[kind]})
-    read = load_tokenizer(Checkpoint(str(folder)))
-    for special in (False, True):
-        assert ids_of(read, special=special) == ids_in_file(made, special=special)
-    assert read("a<x>", add_special_tokens=False)["input_ids"][-1] == read.convert_tokens_to_ids("<x>") == 420
-
-
-def test_truncation_and_padding_in_the_file_are_no_difference(tmp_path: Path) -> None:
-    made = KINDS["byte level"]()
-    made.enable_truncation(3)
+    made = KINDS[name]()
+    expected = [ids_in_file(made, special=special) for special in (False, True)]
+    made.enable_truncation(3)  # which are settings of a call, and no difference
     made.enable_padding(length=7)
-    config = {**NAMED, "tokenizer_class": "PreTrainedTokenizerFast"}
-    read = load_tokenizer(Checkpoint(str(saved(tmp_path / "m", made, "llama", config))))
-    assert not hasattr(read, "differs")
+    folder = saved(tmp_path / "m", made, kind, {**NAMED, **flags, "tokenizer_class": OWN[kind]})
+    read = load_tokenizer(Checkpoint(str(folder)))
+    assert [ids_of(read, special=special) for special in (False, True)] == expected
+    assert read("a<x>", add_special_tokens=False)["input_ids"][-1] == read.convert_tokens_to_ids("<x>")
 
 
 def test_settings_that_change_the_tokens_of_the_file_are_refused(

@@ -84,7 +84,7 @@ def test_what_cannot_be_written_is_refused_before_weights_are_read(dense: Path, 
     for export, more, told in (
         ({}, {}, r"export\[0\]: format gguf takes metadata .* like: FILE under options, .*convert_hf_to_gguf.py"),
         ({"like": "nowhere.gguf"}, {}, r"export\[0\]: .*nowhere.gguf does not exist"),
-        ({"like": str(folder)}, {}, r"export\[0\]: like: .*model is a folder; give a GGUF file"),
+        ({"like": str(folder)}, {}, r"export\[0\]: like: .*model is a folder; format gguf takes"),
         ({"like": str(foreign)}, {}, r"export\[0\]: .*architecture gpt-neo is not supported"),
         ({"like": str(mute)}, {}, r"export\[0\]: .*mute.gguf has no tokenizer.ggml.tokens"),
         ({"like": str(dense)}, {}, r"export\[0\]: .*dense.gguf is of another model: its model_type is 'llama'"),

@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -266,14 +267,16 @@ class Killed(BaseException):
     """Ends a run where a kill would."""
 
 
-class AtOnce(threading.Thread):
-    """Does its work when it is started, so that changes of files have one order."""
+class AtOnce(ThreadPoolExecutor):
+    """Does its work when it is given, so that changes of files have one order."""
 
-    def start(self) -> None:
-        self.run()
-
-    def join(self, timeout: float | None = None) -> None:
-        pass
+    def submit(self, fn: Any, /, *_: Any, **__: Any) -> Any:
+        done: Future[Any] = Future()
+        try:
+            done.set_result(fn())
+        except BaseException as error:  # noqa: BLE001 - raised by whoever waits
+            done.set_exception(error)
+        return done
 
 
 class Killing:
@@ -281,7 +284,7 @@ class Killing:
 
     def __init__(self, patch: pytest.MonkeyPatch, after: int) -> None:
         self.left, self.before = after, ""
-        patch.setattr(access, "Thread", AtOnce)
+        patch.setattr(access, "ThreadPoolExecutor", AtOnce)
         replace, unlink = Path.replace, Path.unlink
         patch.setattr(Path, "replace", lambda path, to: self.change(to) or replace(path, to))
         patch.setattr(Path, "unlink", lambda path, **how: self.remove(path) and unlink(path, **how))
