@@ -41,9 +41,6 @@ class BufferLinear(nn.Module):
     def forward(self, x):
         return x @ self.matrix.T
 
-class Conv1D(MyLinear):
-    pass
-
 class Stage(nn.Module):
     def __init__(self, config, linear):
         super().__init__()
@@ -67,7 +64,7 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
 from .configuration_trunk import TrunkConfig
-from .layers_trunk import Conv1D, MyLinear, BufferLinear, Stage
+from .layers_trunk import MyLinear, BufferLinear, Stage
 
 class Trunk(nn.Module):
     def __init__(self, config):

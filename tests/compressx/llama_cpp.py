@@ -16,31 +16,34 @@ from torch import Tensor
 PROMPT = [10, 20, 30, 40, 50, 60, 11, 12]
 
 _PROGRAM = """
-import json, sys
+import json, sys, urllib.request
 import xllamacpp
 for line in sys.stdin:
-    path, prompt, count, n_probs = json.loads(line)
+    path, asked = json.loads(line)
     params = xllamacpp.CommonParams()
     params.model.path, params.n_ctx, params.warmup, params.n_parallel = path, 128, False, 1
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
     params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
-    asked = {"prompt": prompt, "max_tokens": count, "n_predict": count, "logprobs": n_probs, "temperature": 0.0,
-             "cache_prompt": False, "ignore_eos": True}
     try:
-        server = xllamacpp.Server(params)
+        server, found = xllamacpp.Server(params), []
+        if isinstance(asked, dict):
+            said = server.handle_completions(asked)["choices"][0]["logprobs"]["content"]
+            found = [[x["id"], [[y["id"], y["logprob"]] for y in x["top_logprobs"]]] for x in said]
+        for text in asked if isinstance(asked, list) else ():
+            body = json.dumps({"content": text, "add_special": False, "parse_special": True}).encode()
+            to, kind = f"{server.listening_address}/tokenize", {"Content-Type": "application/json"}
+            said = urllib.request.urlopen(urllib.request.Request(to, body, kind)).read()
+            found.append(json.loads(said)["tokens"])
+        del server
     except Exception as error:
-        print("SAID", json.dumps(str(error)), flush=True)
-        continue
-    said = server.handle_completions(asked)["choices"][0]["logprobs"]["content"]
-    found = [[x["id"], [[y["id"], y["logprob"]] for y in x["top_logprobs"]]] for x in said]
+        found = str(error)
     print("SAID", json.dumps(found), flush=True)
-    del server
 """
 
 _running: list[subprocess.Popen[str]] = []
 
 
-def _asked(question: str) -> str:
+def _asked(path: Path, question: Any) -> Any:
     """Ask the process that runs llama.cpp, which is started for the first question and again if it has died."""
     if not _running or _running[-1].poll() is not None:
         options = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
@@ -49,9 +52,12 @@ def _asked(question: str) -> str:
     process = _running[-1]
     assert process.stdin is not None
     assert process.stdout is not None
-    process.stdin.write(f"{question}\n")
+    process.stdin.write(f"{json.dumps([str(path.resolve()), question])}\n")
     process.stdin.flush()
-    return next((line for line in process.stdout if line.startswith("SAID")), "")
+    said = next((line for line in process.stdout if line.startswith("SAID")), 'SAID "it died"')
+    found = json.loads(said.removeprefix("SAID"))
+    assert not isinstance(found, str), f"llama.cpp does not load {path}: {found}"
+    return found
 
 
 def log_probabilities(
@@ -62,9 +68,9 @@ def log_probabilities(
     Returns:
         The tokens that it wrote, and [tokens, vocabulary] log-probabilities; NaN of tokens that it does not list.
     """
-    question = json.dumps([str(path.resolve()), prompt, count, min(vocabulary, listed)])
-    said = json.loads(_asked(question)[5:] or '"it died"')
-    assert not isinstance(said, str), f"llama.cpp does not load {path}: {said}"
+    asked = {"prompt": prompt, "max_tokens": count, "n_predict": count, "logprobs": min(vocabulary, listed),
+             "temperature": 0.0, "cache_prompt": False, "ignore_eos": True}  # fmt: skip
+    said = _asked(path, asked)
     probabilities = torch.full((len(said), vocabulary), torch.nan)
     for row, (_, top) in zip(probabilities, said, strict=True):
         for token, value in top:
@@ -72,28 +78,9 @@ def log_probabilities(
     return [token for token, _ in said], probabilities
 
 
-_TOKENIZE = """
-import json, sys, urllib.request
-import xllamacpp
-path, texts = json.loads(sys.argv[1])
-params = xllamacpp.CommonParams()
-params.model.path, params.n_ctx, params.warmup, params.n_parallel = path, 128, False, 1
-server, found = xllamacpp.Server(params), []
-for text in texts:
-    asked = json.dumps({"content": text, "add_special": False, "parse_special": True}).encode()
-    asked = urllib.request.Request(f"{server.listening_address}/tokenize", asked, {"Content-Type": "application/json"})
-    found.append(json.loads(urllib.request.urlopen(asked).read())["tokens"])
-print("SAID", json.dumps(found))
-"""
-
-
 def tokens_of(path: Path, texts: Sequence[str]) -> list[list[int]]:
     """Return the tokens that llama.cpp makes of texts, special ones included where they stand there."""
-    told = json.dumps([str(path), list(texts)])
-    done = subprocess.run([sys.executable, "-c", _TOKENIZE, told], capture_output=True, text=True, check=False)
-    (said,) = [line for line in done.stdout.splitlines() if line.startswith("SAID")] or [done.stderr[-3000:]]
-    assert said.startswith("SAID"), said
-    found: list[list[int]] = json.loads(said.removeprefix("SAID"))
+    found: list[list[int]] = _asked(path, list(texts))
     return found
 
 

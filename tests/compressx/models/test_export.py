@@ -44,23 +44,18 @@ def earlier(tmp_path: Path) -> Path:
     return folder
 
 
-def test_the_folder_appears_whole_under_its_name_and_nothing_stays_beside_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("there", [False, True])
+def test_the_folder_appears_whole_under_its_name_and_nothing_stays_beside_it(there: bool, tmp_path: Path) -> None:
     target = tmp_path / "runs" / "one" / "out"
-    with output_folder(target) as building:
+    if there:  # an empty folder, with nothing to resume
+        target.mkdir(parents=True)
+    with output_folder(target, resume=there) as building:
         assert building.parent == target.parent
         (building / "model").mkdir()
         (building / "model" / "config.json").write_text("{}")
-        assert not target.exists()
+        assert not there or not any(target.iterdir())
     assert (target / "model" / "config.json").read_text() == "{}"
     assert names_in(target.parent) == ["out"]
-
-
-def test_an_empty_folder_is_filled_with_nothing_to_resume_too(tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
-    with output_folder(tmp_path / "out", resume=True) as building:
-        write_output(building, "new")
-    assert (tmp_path / "out" / "report.json").read_text() == "new"
-    assert names_in(tmp_path) == ["out"]
 
 
 def test_an_earlier_output_is_replaced_only_at_the_end_and_wholly(earlier: Path) -> None:
