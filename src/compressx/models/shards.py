@@ -64,9 +64,9 @@ def tensors_of(model: nn.Module, blocks: Iterable[str], fqn: str) -> dict[str, T
 
 def own_tensors(model: Any, blocks: Iterable[str], fqn: str) -> dict[str, Tensor]:
     """Return those of `tensors_of` that are written with this block, not with another one that shares them."""
-    tensors, tied = tensors_of(model, blocks, fqn), model.all_tied_weights_keys.items()
-    written = {x for x, of in tied if of not in tensors and model.get_parameter(x) is model.get_parameter(of)}
-    return {name: tensor for name, tensor in tensors.items() if name not in written}
+    tensors, held = tensors_of(model, blocks, fqn), dict(model.named_parameters(remove_duplicate=False))
+    elsewhere = {x: of for x, of in model.all_tied_weights_keys.items() if of not in tensors}
+    return {n: x for n, x in tensors.items() if n not in elsewhere or held.get(n) is not held.get(elsewhere[n])}
 
 
 def of_file(path: Path, fqn: str) -> Shards:
