@@ -234,23 +234,19 @@ def test_settings_together_are_written_and_read_as_they_are_or_refused(drawn: tu
     assert not wrong(told), (told, more)
 
 
-def test_a_mistral_is_written_as_llama_with_its_window_as_context(tmp_path: Path):
+def test_a_window_that_llama_cpp_lacks_limits_the_context_and_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     from transformers import MistralConfig, MistralForCausalLM
 
     plain = tiny_of("llama")
-    model = MistralForCausalLM(MistralConfig(**{**plain.config.to_dict(), "sliding_window": 64})).eval()
-    model.load_state_dict(plain.state_dict())
-    like = write_like(tmp_path / "x.gguf", plain, "llama")
-    export_gguf(InMemory(model), TemplateGguf.read(like, None), "F16", tmp_path / "written.gguf")
-    assert gguf_header.values_of(tmp_path / "written.gguf")["llama.context_length"] == 64
-    assert computes(tmp_path / "written.gguf", model)
-
-
-def test_a_window_that_llama_cpp_lacks_limits_the_context_and_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    model, like = converted(tmp_path, "starcoder2", {"sliding_window": 64}, 0)
-    export_gguf(InMemory(model), TemplateGguf.read(like, None), "F16", tmp_path / "x.gguf")
-    assert gguf_header.values_of(tmp_path / "x.gguf")["starcoder2.context_length"] == 64
-    assert "context_length is 64, the model's window: llama.cpp has none for starcoder2" in caplog.text
+    mistral = MistralForCausalLM(MistralConfig(**{**plain.config.to_dict(), "sliding_window": 64})).eval()
+    mistral.load_state_dict(plain.state_dict())
+    made = {"llama": (mistral, write_like(tmp_path / "x.gguf", plain, "llama")),
+            "starcoder2": converted(tmp_path, "starcoder2", {"sliding_window": 64}, 0)}  # fmt: skip
+    for architecture, (model, like) in made.items():
+        export_gguf(InMemory(model), TemplateGguf.read(like, None), "F16", tmp_path / "written.gguf")
+        assert gguf_header.values_of(tmp_path / "written.gguf")[f"{architecture}.context_length"] == 64
+        assert computes(tmp_path / "written.gguf", model)
+        assert f"context_length is 64, the model's window: llama.cpp has none for {architecture}" in caplog.text
 
 
 @pytest.mark.parametrize(

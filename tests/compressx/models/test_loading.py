@@ -97,24 +97,20 @@ def test_a_checkpoint_with_more_blocks_than_its_config_means_is_refused(architec
         load(find_checkpoint(source(path=tmp_path)))
 
 
-def test_a_hub_id_that_cannot_be_reached_says_what_to_do():
-    with pytest.raises(
-        ArtifactError, match=r"cannot load nobody/nothing: .*; check the id and the network, or give a local"
-    ):
-        load_skeleton(find_checkpoint(source(id="nobody/nothing")))
+HALF = r"runs/half is not there yet: its run is active, or .* --resume; what is"
 
 
-@pytest.mark.parametrize("given", [{"id": "runs/half"}, {"path": Path("runs/half")}], ids=str)
-def test_the_output_of_a_run_that_is_not_finished_is_told_apart_from_a_hub_id(given, project):
-    Path("runs/.half.partial-0a1b2c3d").mkdir(parents=True)
-    with pytest.raises(ArtifactError, match=r"runs/half is not there yet: its run is active, or .* --resume; what is"):
-        load_skeleton(find_checkpoint(source(**given)))
-
-
-def test_an_id_that_is_nearly_a_folder_here_is_asked_about(saved, monkeypatch):
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [({"id": "nobody/nothing"}, "cannot load nobody/nothing: .*; check the id and the network, or give a local"),
+     ({"id": "lama"}, r"cannot load lama: .*; did you mean '\./llama'\? check the id and the"),
+     ({"id": "runs/half"}, HALF), ({"path": Path("runs/half")}, HALF)],
+)  # fmt: skip
+def test_what_is_neither_here_nor_on_the_hub_is_refused_with_what_to_do(given, told, saved, monkeypatch):
     monkeypatch.chdir(saved.parent)
-    with pytest.raises(ArtifactError, match=r"cannot load lama: .*; did you mean '\./llama'\? check the id and the"):
-        load_skeleton(find_checkpoint(source(id="lama")))
+    Path("runs/.half.partial-0a1b2c3d").mkdir(parents=True)
+    with pytest.raises(ArtifactError, match=told):
+        load_skeleton(find_checkpoint(source(**given)))
 
 
 @pytest.mark.slow
