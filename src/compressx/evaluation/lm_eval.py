@@ -201,16 +201,15 @@ def run_tasks(
 
     Raises:
         CalibrationError: a task's dataset cannot be fetched, or a perplexity is not finite.
+        RecipeError: a name that the harness does not know.
     """
     on_cpu = model.device.type == "cpu"  # whose memory the harness would try out until the process is killed
     batch_size = 4 if settings.batch_size == "auto" and on_cpu else settings.batch_size
     copied = copy.deepcopy(tokenizer)  # the harness adds a padding token where there is none
     with quiet_libraries(), _random_states_restored():
         from lm_eval.evaluator import simple_evaluate
-        from lm_eval.tasks import TaskManager
 
-        groups = {file: name for file in settings.files if (name := _group_in(file))}
-        specs = [_spec(task, groups, rolling) for task in settings.tasks]
+        specs, manager = _tasks(settings, rolling)
         try:
             with (
                 # Bootstrap in this process: a pool would fork it while torch's threads run.
@@ -227,11 +226,7 @@ def run_tasks(
                     fewshot_as_multiturn=settings.apply_chat_template,
                     log_samples=False,
                     bootstrap_iters=_BOOTSTRAP_DRAWS,
-                    task_manager=TaskManager(
-                        # Its index takes many seconds. Names need it: what it lacks the harness takes for a path.
-                        include_defaults=any(isinstance(spec, str) and not spec.endswith(_YAML) for spec in specs),
-                        include_path=[str(Path(file).expanduser().parent) for file in groups] or None,
-                    ),
+                    task_manager=manager,
                 )
         except OSError as error:
             raise CalibrationError(f"lm_eval.tasks: the dataset of a task could not be fetched: {error}") from error
@@ -242,6 +237,20 @@ def run_tasks(
         asked = settings.num_fewshot
         _log.warning("lm_eval.num_fewshot is %d, but without examples ran %s, which sets 0", asked, ", ".join(fixed))
     return {name: _numbers(name, metrics) for name, metrics in results["results"].items()}
+
+
+def _tasks(settings: LmEval, rolling: Mapping[str, Sequence[str]]) -> tuple[list[Any], Any]:
+    """Return the tasks as the harness takes them, and its index where that is needed, which takes many seconds."""
+    from lm_eval.tasks import TaskManager
+
+    groups = {file: name for file in settings.files if (name := _group_in(file))}
+    specs = [_spec(task, groups, rolling) for task in settings.tasks]
+    names = [spec for spec in specs if isinstance(spec, str) and not spec.endswith(_YAML)]
+    beside = [str(Path(file).expanduser().parent) for file in groups]  # members of a group, if not the harness's own
+    manager = TaskManager(include_defaults=bool(names), include_path=beside or None)
+    if absent := [name for name in names if name not in manager.task_index]:  # which it would take for paths
+        raise RecipeError(f"lm_eval.tasks: the harness has no task {absent[0]!r}; empty the cache of compressx")
+    return specs, manager
 
 
 def _language_model(selection: Callable[[], ReadySelector] | None) -> Any:

@@ -65,7 +65,7 @@ _STYLE: Any = {
 
 
 @dataclass(frozen=True)
-class Layout:
+class PanelLayout:
     """How panels of lines are arranged.
 
     Attributes:
@@ -83,13 +83,13 @@ class Layout:
     one_scale: bool = True
 
 
-BY_BLOCK = Layout("decoder block", 3, (4.6, 3.2), marked=True)
-BY_STEP = Layout("step", 5, (2.6, 2.0))
-LOSSES = Layout("step", 1, (5.0, 2.6))
-BY_SPARSITY = Layout("sparsity, %", 2, (5.0, 3.6), marked=True, one_scale=False)
+BY_BLOCK = PanelLayout("decoder block", 3, (4.6, 3.2), marked=True)
+BY_STEP = PanelLayout("step", 5, (2.6, 2.0))
+LOSSES = PanelLayout("step", 1, (5.0, 2.6))
+BY_SPARSITY = PanelLayout("sparsity, %", 2, (5.0, 3.6), marked=True, one_scale=False)
 
 
-def lines(path: Path, panels: Mapping[str, Mapping[str, Line]], layout: Layout, up: str = "") -> None:
+def lines(path: Path, panels: Mapping[str, Mapping[str, Line]], layout: PanelLayout, up: str = "") -> None:
     """Draw lines in panels, with one legend above; logarithmic where all values are positive.
 
     Lines are given by panel title and label; `up` is the label of the vertical axis.

@@ -110,6 +110,17 @@ class TestCheck:
         entry.write_text(json.dumps(index))
         assert task_index()["letters_easy"] == str(few_tasks / "letters_easy.yaml")
 
+    def test_a_cached_name_that_the_harness_lacks_is_no_path(self, few_tasks: Path, tokenizer: Any) -> None:
+        check(settings("letters_easy"))
+        (entry,) = (few_tasks.parent / "cache" / "harness").iterdir()
+        index = json.loads(entry.read_text())
+        index["value"]["evil"] = None
+        entry.write_text(json.dumps(index))
+        Path("evil").write_text(f"task: evil\ninclude: {few_tasks}/letters_easy.yaml\n")
+        check(settings("evil"))
+        with pytest.raises(RecipeError, match="the harness has no task 'evil'"):
+            run_tasks(tiny_model("llama"), tokenizer, settings("evil"), {})
+
     @pytest.mark.parametrize(
         ("asked", "told"),
         [("leters_easy", r"no task is named 'leters_easy'; the nearest are letters_easy, letters"),
