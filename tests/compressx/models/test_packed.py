@@ -328,18 +328,6 @@ def test_any_tensors_come_back_to_the_bit_with_any_base(
     assert {tensor.name for tensor in found.sizes() if tensor.differs} <= {*given} & {*other}
 
 
-def test_minus_zero_and_nan_payloads_of_model_and_base_come_back(tmp_path: Path) -> None:
-    weight = torch.randn(64, 64).bfloat16()
-    odd = torch.tensor([0, -0x8000, 0x7FC1, 0x7F81, -1, -0x80], dtype=torch.int16).view(torch.bfloat16)
-    for name, (start, step) in {"base": (0, 1), "model": (3, -1)}.items():
-        changed = weight.clone()
-        changed.view(-1)[start : start + 6] = odd
-        changed.view(-1)[100:106] = odd.flip(0) if step < 0 else odd
-        save_file({"weight": changed}, tmp_path / f"{name}.safetensors")
-    found = round_trip(tmp_path / "model.safetensors", base=base_of(tmp_path / "base.safetensors"))
-    assert [tensor.differs for tensor in found.sizes()] == [True]
-
-
 def test_a_tensor_that_its_difference_would_make_larger_is_packed_by_itself(tmp_path: Path) -> None:
     """Zeros that pruning made are none in a difference from dense weights; of another model everything differs."""
     dense = torch.randn(256, 256).bfloat16()
@@ -365,31 +353,6 @@ def test_a_tensor_of_the_base_with_another_dtype_or_shape_is_not_used(of_base: A
     save_file({"weight": weight}, tmp_path / "model.safetensors")
     (found,) = round_trip(tmp_path / "model.safetensors", base=base_of(tmp_path / "base.safetensors")).sizes()
     assert not found.differs
-
-
-def test_a_tensor_of_which_only_the_beginning_is_that_of_the_base_comes_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The beginning decides; then nothing of the difference can be left out or compressed."""
-    monkeypatch.setattr(packed, "_FIRST", 8)
-    noise = torch.randint(-(2**15), 2**15, (2, 4096), dtype=torch.int16)
-    noise[1, :8] = noise[0, :8]
-    for name, tensor in zip(("base", "model"), noise, strict=True):
-        save_file({"noise": tensor.clone()}, tmp_path / f"{name}.safetensors")
-    (found,) = round_trip(tmp_path / "model.safetensors", base=base_of(tmp_path / "base.safetensors")).sizes()
-    assert (found.differs, found.packed_bytes) == (True, found.bytes)
-
-
-def test_a_file_in_which_nothing_differs_less_is_that_of_no_base(tmp_path: Path) -> None:
-    save_file({"weight": half_zero(64, 64)}, tmp_path / "model.safetensors")
-    save_file({"weight": torch.randn(64, 64)}, tmp_path / "base.safetensors")
-    pack_file(tmp_path / "model.safetensors", tmp_path / "alone")
-    pack_file(tmp_path / "model.safetensors", tmp_path / "with", base=base_of(tmp_path / "base.safetensors"))
-    assert load_file(tmp_path / "with").keys() == {"weight"}
-    assert PackedFile(tmp_path / "with").base is None
-    PackedFile(tmp_path / "with").unpack(tmp_path / "again")
-    with safe_open(tmp_path / "alone", "pt") as alone, safe_open(tmp_path / "with", "pt") as with_base:
-        assert alone.metadata() == with_base.metadata()
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from torch import Tensor
 from compressx.models.access import InMemory
 from compressx.models.architecture import survey
 from compressx.prompts import needles
-from compressx.prompts.needles import CHOOSING, MEASURING, choosing_ids, model_facts, needle_prompt
+from compressx.prompts.needles import CHOOSING, MEASURING, model_facts, needle_prompt
 from compressx.prompts.templates import text_ids
 from compressx.runtime.errors import CalibrationError
 from compressx.testing import tiny_model
@@ -133,12 +133,3 @@ def test_the_places_of_a_needle_are_its_sentences_among_what_is_scored(either: A
     found = model_facts(InMemory(model), survey(model), either, 1).needles
     told = [either.decode(needle.scores[0, 0, 0, needle.places].long()) for needle in found]
     assert told == [f" {fact.sentence}" for fact in CHOOSING for _ in range(3)]
-
-
-def test_tokenizers_and_templates_are_told_apart_by_what_is_hidden_and_asked(tokenizer: Any) -> None:
-    plain = choosing_ids(tokenizer)
-    assert [tokenizer.decode(ids) for ids in plain] == [
-        f"\n\nQuestion: {fact.question}\nAnswer: {fact.sentence}" for fact in CHOOSING
-    ]
-    tokenizer.chat_template = TEMPLATE
-    assert choosing_ids(tokenizer) != plain

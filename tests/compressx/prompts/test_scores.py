@@ -184,17 +184,6 @@ def test_the_kind_of_mask_that_an_implementation_takes_makes_no_difference(archi
         torch.testing.assert_close(read(model, ids, 0, queries=24), expected)
 
 
-def test_a_mask_of_one_row_for_all_queries_leaves_attention_causal() -> None:
-    from transformers import AttentionInterface, AttentionMaskInterface
-
-    model, ids = tiny_model("llama"), prompt()
-    expected = read(model, ids, 0, queries=24)
-    AttentionInterface.register("of_rows", lambda *_, **__: pytest.fail("it runs"))
-    AttentionMaskInterface.register("of_rows", lambda *_, **__: torch.ones(1, 24, dtype=torch.int64))
-    model.set_attn_implementation("of_rows")
-    assert torch.equal(read(model, ids, 0, queries=24), expected)
-
-
 def test_weights_of_few_bits_have_scores_in_float32() -> None:
     model, ids = tiny_model("llama", dtype=torch.bfloat16), prompt()
     found = read(model, ids, 0, 1, 2, queries=3)
@@ -232,20 +221,6 @@ def test_weights_that_make_no_number_of_the_scores_are_refused() -> None:
     model.model.layers[0].self_attn.k_proj.weight.data[0] = float("nan")
     with pytest.raises(UnsupportedModelError, match=r"model\.layers\.0: its attention scores are NaN; check the"):
         read(model, prompt(), 0)
-
-
-def test_of_a_model_that_sees_images_too_the_language_part_is_read() -> None:
-    from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
-
-    kind, values = TINY_CONFIGS["llama"]
-    vision = CLIPVisionConfig(hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
-                              image_size=28, patch_size=14)  # fmt: skip
-    assert kind == "llama"
-    model = LlavaForConditionalGeneration(LlavaConfig(text_config=LlamaConfig(**values), vision_config=vision)).eval()
-    found = read(model, prompt(), 0, 2, queries=2)
-    assert {part._attn_implementation for part in (model.config, model.config.text_config)} == {"sdpa"}
-    expected = attention_of(model, prompt())
-    assert closeness(found, torch.stack([expected[block][:, -2:] for block in (0, 2)])) < 1e-5
 
 
 def scores_of(query: Tensor, key: Tensor, mask: Tensor | None = None, **told: float) -> Tensor:

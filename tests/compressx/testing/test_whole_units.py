@@ -7,35 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from pydantic import BaseModel
-from tests.compressx.testing.promises import broken_promise
+from tests.compressx.testing.promises import Base, Options, broken_promise
 from torch import Tensor
 
-from compressx import FeatureNorms, PruneResult, PrunerSpec, Structured, keep_masks
+from compressx import PruneResult, PrunerSpec, Structured
 from compressx.testing import check_plugin, conformance
 
 UNITS = ("neurons", "kv-groups")
-
-
-class Options(BaseModel):
-    pass
-
-
-class Base:
-    """Summed Wanda, as an author would write it; each test breaks one thing."""
-
-    def __init__(self, options: Options) -> None:
-        self.calls = 0
-
-    def observe(self, block, name):
-        return FeatureNorms(block.linears[name].in_features)
-
-    def scores(self, block, patterns, stats):
-        return {n: block.linears[n].weight.float().abs() * stats[n].norms for n in patterns}
-
-    def prune(self, block, patterns, stats):
-        masks = keep_masks(self.scores(block, patterns, stats), patterns)
-        return {n: PruneResult(keep) for n, keep in masks.items()}
 
 
 def spec(build=Base, **fields: Any) -> PrunerSpec:
