@@ -134,7 +134,7 @@ def apply_command(masks: Path, source: ModelSource, output: Path, original: bool
 def inspect_command(
     model: str, masks: Path | None, base: str | None, revision: str | None, trust_remote_code: bool, as_json: bool
 ) -> None:  # fmt: skip
-    """Count the zeros of MODEL, layer by layer: sparsity, pattern, whether 2:4 holds."""
+    """Count the zeros of MODEL, layer by layer: sparsity and pattern."""
     from compressx.cli import tables, terminal
     from compressx.evaluation.saved import source_of
     from compressx.masks.inspect import inspect

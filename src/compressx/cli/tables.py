@@ -144,11 +144,8 @@ def of_answer(answer: Answer, selector: str | None) -> Iterator[Section]:
 
 def of_applied(applied: Applied, output: Path) -> Iterator[Section]:
     """Yield what putting masks on a model changed."""
-    dropped = sum(x.dropped_not_zero for x in applied.before.values())
-    zero = sum(x.kept_zero for x in applied.before.values())
-    also = f"; {zero} weights that the masks keep were {applied.became}" if zero else ""
-    on = f"masks on {applied.masked} of {applied.linears} linears"
-    yield Section(note=f"{on}: {dropped} weights became {applied.became}{also}; written to {output}")
+    on, dropped = f"masks on {applied.masked} of {applied.linears} linears", sum(applied.before.values())
+    yield Section(note=f"{on}: {dropped} weights became {applied.became}; written to {output}")
 
 
 def of_inspection(found: Inspection) -> Iterator[Section]:
@@ -157,8 +154,8 @@ def of_inspection(found: Inspection) -> Iterator[Section]:
     rows = []
     for x in found.linears:
         mask = (x.mask or "none", x.off_mask) if found.masks else ()
-        rows.append((x.name, x.pattern, "yes" if x.two_four else "no", *mask, x.sparsity, x.change, x.unchanged))
-    yield Section(table=table(["linear", "pattern", "2:4", *compared, _SPARSITY, *_CHANGES], rows))
+        rows.append((x.name, x.pattern, *mask, x.sparsity, x.change, x.unchanged))
+    yield Section(table=table(["linear", "pattern", *compared, _SPARSITY, *_CHANGES], rows))
     kinds: dict[str, list[Inspected]] = {}
     for linear in found.linears:
         kinds.setdefault(kind_of(linear.name), []).append(linear)
@@ -168,8 +165,7 @@ def of_inspection(found: Inspection) -> Iterator[Section]:
         medians = map(statistics.median, zip(*changes, strict=True)) if changes else (None, None)
         sums.append((kind, _patterns(some), len(some), sparsity_of(some), *medians))
     yield Section(table=table(["module", "patterns", Column("linears", "d"), _SPARSITY, *_CHANGES], sums))
-    fits = sum(x.two_four for x in found.linears)
-    counted = f"sparsity {found.sparsity:.2%} of {len(found.linears)} linears; 2:4 holds for {fits}"
+    counted = f"sparsity {found.sparsity:.2%} of {len(found.linears)} linears"
     yield Section(note=f"{found.folder}: {counted}{found.compared}")
 
 

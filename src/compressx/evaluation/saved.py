@@ -20,7 +20,7 @@ from compressx.evaluation.evaluators import (
     read_evaluators,
     run_evaluators,
 )
-from compressx.masks.maskset import Deviation, MaskSet
+from compressx.masks.maskset import MaskSet
 from compressx.models.access import Access, Device, device_for
 from compressx.models.architecture import find_blocks, survey
 from compressx.models.checkpoint import find_checkpoint, keep_settings, local_folder
@@ -220,14 +220,13 @@ class Applied:
     Attributes:
         masked: number of linears with a mask.
         linears: number of linears in the model's blocks, plus masked ones outside them.
-        before: by name, how many dropped weights were not zero before, and how many kept ones were zero; names with
-            neither are left out.
+        before: by name, how many of the weights that masks drop were there before.
         became: what they are now, in words.
     """
 
     masked: int
     linears: int
-    before: Mapping[str, Deviation]
+    before: Mapping[str, int]
     became: str = "zero"
 
 

@@ -40,7 +40,6 @@ class Inspected:
         shape: [out_features, in_features].
         zeros: number of zero weights.
         pattern: from `pattern_of`.
-        two_four: whether every four consecutive input features keep two at most, as sparse tensor cores require.
         mask: pruner and pattern in the masks file, with `as base` if so, or None if the linear has no mask.
         off_mask: number of weights that the mask drops, and that are not zero, or not the base's; None without a mask,
             or if no base is given that it needs.
@@ -52,7 +51,6 @@ class Inspected:
     shape: tuple[int, int]
     zeros: int
     pattern: str
-    two_four: bool
     mask: str | None = None
     off_mask: int | None = None
     change: float | None = None
@@ -131,11 +129,6 @@ def pattern_of(zero: Tensor) -> str:
     return f"{share} row" if rows > 1 and bool((each == each[0]).all()) else share
 
 
-def fits_two_four(zero: Tensor) -> bool:
-    """Return whether every four consecutive columns of `zero` [out_features, in_features] have two zeros or more."""
-    return zero.shape[1] % 4 == 0 and bool((count_in_groups(~zero, 4) <= 2).all())
-
-
 def inspect(
     source: ModelSource, masks: Path | None = None, *, base: ModelSource | None = None,
     progress: Callable[[str], None] = lambda _: None,
@@ -212,5 +205,5 @@ def _inspected(
                     change, unchanged = size / before if before else None, float((held == base).double().mean())
                 yield Inspected(
                     name, (linear.out_features, linear.in_features), int(zero.sum()), pattern_of(zero),
-                    fits_two_four(zero), mask, off_mask, change, unchanged,
+                    mask, off_mask, change, unchanged,
                 )  # fmt: skip

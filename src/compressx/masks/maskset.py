@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -33,19 +33,7 @@ from compressx.runtime.errors import ArtifactError, did_you_mean
 if TYPE_CHECKING:
     from torch.ao.pruning.sparsifier.base_sparsifier import BaseSparsifier
 
-__all__ = ["Deviation", "MaskEntry", "MaskSet", "squash", "weight_sha256"]
-
-
-class Deviation(NamedTuple):
-    """How the zeros of one weight, or with a base the weights that are the base's, differ from its mask: counts.
-
-    Attributes:
-        dropped_not_zero: dropped by the mask, but not zero.
-        kept_zero: kept by the mask, but zero; dense weights may have a few zeros.
-    """
-
-    dropped_not_zero: int
-    kept_zero: int
+__all__ = ["MaskEntry", "MaskSet", "squash", "weight_sha256"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,34 +118,26 @@ class MaskSet(Mapping[str, MaskEntry]):
                 drop = ~self[name].keep.to(weight.device)
                 weight.copy_(torch.where(drop, based[name].to(weight.device) if name in based else 0.0, weight))
 
-    def deviations(self, model: nn.Module, *, base: nn.Module | None = None) -> dict[str, Deviation]:
-        """Count the differences between a model's zeros and the masks, by name; equal ones are left out.
+    def deviations(self, model: nn.Module, *, base: nn.Module | None = None) -> dict[str, int]:
+        """Count the weights that the masks drop and that are not zero, or not the base's, by name; none are left out.
 
         Args:
-            model: as for `apply`.
-            base: as for `apply`; a weight that is the base's is then counted as zero.
+            model: as for `apply`; masks may be held on it.
+            base: as for `apply`.
 
         Raises:
             ArtifactError: a missing name or different shape, weights that are not loaded, or another base.
         """
-        found, based = {}, self._based(base)
+        based, found = self._based(base), {}
         for name, linear in self._linears(model).items():
             weight = linear.weight
-            keep, zero = self[name].keep.to(weight.device), weight == based.get(name, 0)
-            deviation = Deviation(int((~keep & ~zero).sum()), int((keep & zero).sum()))
-            if any(deviation):
-                found[name] = deviation
+            if count := int((~self[name].keep.to(weight.device) & (weight != based.get(name, 0))).sum()):
+                found[name] = count
         return found
 
     def verify(self, model: nn.Module, *, base: nn.Module | None = None) -> bool:
-        """Return whether every dropped weight of a model is zero, or the base's, with masks held or squashed.
-
-        Zeros among the kept weights are allowed, because real checkpoints have some. `deviations` counts those too.
-
-        Raises:
-            ArtifactError: as for `deviations`.
-        """
-        return not any(deviation.dropped_not_zero for deviation in self.deviations(model, base=base).values())
+        """Return whether there are no `deviations`; kept weights may be zero, as some of real checkpoints are."""
+        return not self.deviations(model, base=base)
 
     def to_torch_ao(self, model: nn.Module) -> BaseSparsifier:
         """Hold the masks on a model during training, in place.

@@ -239,16 +239,7 @@ class SelectorSettings:
 
     def check(self, skeleton: Any, tokenizer: Any | None, where: Callable[..., str] = _in_options) -> None:
         """Refuse what can be refused without weights and, if there is none, a tokenizer; as `prepare`."""
-        selector, queries = _built(*self.spec(where))
-        check_decoder(skeleton)
-        found = survey(skeleton)
-        blocks = global_blocks(skeleton)[:1] or (0,)  # of which a choice on synthetic prompts needs one
-        if not queries:
-            blocks = self._observed(selector, InMemory(skeleton), found, None, 0).blocks
-        elif tokenizer is not None:
-            for ids in choosing_ids(tokenizer):
-                check_ids(skeleton, torch.tensor(ids), tokenizer, "select_tokens: a prompt to choose heads by")
-        check_global(skeleton, found, blocks)
+        self._begun(InMemory(skeleton), tokenizer, where)
 
     def prepare(self, access: Access, tokenizer: Any | None) -> ReadySelector:
         """Build the selector, and ask it once which scores it needs of a model.
@@ -260,22 +251,38 @@ class SelectorSettings:
         Raises:
             CompressxError: an unknown selector or option, a model whose attention cannot be read, or an invalid answer.
         """
-        spec, options = self.spec()
-        selector, queries = _built(spec, options)
-        check_decoder(access.model)
-        found = survey(access.model)
-        if queries:
-            check_global(access.model, found, global_blocks(access.model)[:1] or (0,))
+        selector, queries, found, wanted = self._begun(access, tokenizer)
+        if wanted is None:
             if tokenizer is None:
                 raise CalibrationError(
                     "the selector chooses blocks or heads on synthetic prompts, which need the model's tokenizer; pass "
                     "tokenizer=..."
                 )
-            wanted = self._chosen(selector, options, access, found, tokenizer, queries)
-        else:
-            wanted = self._observed(selector, access, found, None, 0)
-        check_global(access.model, found, wanted.blocks)
+            wanted = self._chosen(selector, access, found, tokenizer, queries)
+            check_global(access.model, found, wanted.blocks)
         return ReadySelector(self.settings, access, found, selector, wanted)
+
+    def _begun(
+        self, access: Access, tokenizer: Any | None, where: Callable[..., str] = _in_options
+    ) -> tuple[TokenSelector, int, Architecture, AttentionRows | None]:
+        """Return the selector, the queries in its needles, the blocks, and, without needles, what it asks for."""
+        spec, options = self.spec(where)
+        with blamed_on(f"build of token selector {spec.name!r} failed"):
+            queries = 0 if spec.needles is None else spec.needles(options)
+            selector = spec.build(options)
+        if type(queries) is not int or queries < 0:
+            raise PluginError(
+                f"needles of token selector {spec.name!r} must return a number of queries, 0 or more; got "
+                f"{queries!r:.80}"
+            )
+        check_decoder(access.model)
+        found = survey(access.model)
+        wanted = None if queries else self._observed(selector, access, found, None, 0)
+        for ids in choosing_ids(tokenizer) if queries and tokenizer is not None else ():
+            check_ids(access.model, torch.tensor(ids), tokenizer, "select_tokens: a prompt to choose heads by")
+        # A choice on synthetic prompts needs one block that sees all of them.
+        check_global(access.model, found, wanted.blocks if wanted else global_blocks(access.model)[:1] or (0,))
+        return selector, queries, found, wanted
 
     def key(self) -> dict[str, Any]:
         """Return what decides the selected tokens of a given model, in types that survive JSON."""
@@ -285,12 +292,12 @@ class SelectorSettings:
         }
 
     def _chosen(
-        self, selector: TokenSelector, options: Any, access: Access, found: Architecture, tokenizer: Any, queries: int
+        self, selector: TokenSelector, access: Access, found: Architecture, tokenizer: Any, queries: int
     ) -> AttentionRows:
         """Return what a selector asks for by its needles, which take a run of the whole model, or what it asked."""
         key = {
             "selector": self.settings.selector,
-            "options": options.model_dump(mode="json"),
+            "options": self.spec()[1].model_dump(mode="json"),
             "code": self.plugins.code_of(TOKEN_SELECTOR, self.settings.selector),
             "prompts": choosing_ids(tokenizer),
             "model": weights_fingerprint(access),
@@ -313,18 +320,6 @@ class SelectorSettings:
         with blamed_on(f"observe of token selector {name!r} failed on {type(access.model).__name__}"):
             asked = selector.observe(facts)
         return checked_rows(asked, facts, name)
-
-
-def _built(spec: TokenSelectorSpec, options: Any) -> tuple[TokenSelector, int]:
-    """Build a selector; also return the number of queries in its needles, 0 for none."""
-    with blamed_on(f"build of token selector {spec.name!r} failed"):
-        queries = 0 if spec.needles is None else spec.needles(options)
-        selector = spec.build(options)
-    if type(queries) is not int or queries < 0:
-        raise PluginError(
-            f"needles of token selector {spec.name!r} must return a number of queries, 0 or more; got {queries!r:.80}"
-        )
-    return selector, queries
 
 
 def saved_selection(source: ModelSource) -> SelectTokens | None:

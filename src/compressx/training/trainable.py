@@ -219,9 +219,7 @@ def check_trained(model: nn.Module, masks: MaskSet, learning_rate: float) -> Non
             f"{names[damaged]} has NaN or infinite values after fine-tuning; learning_rate {learning_rate:g} is too "
             f"large, or {parameters[damaged].dtype} is too narrow for the trained weights"
         )
-    for name, deviation in masks.deviations(model).items():
-        if deviation.dropped_not_zero:
-            raise ArtifactError(
-                f"{name}: {deviation.dropped_not_zero} weights that the mask drops are not zero after fine-tuning; "
-                "expected none"
-            )
+    for name, count in masks.deviations(model).items():
+        raise ArtifactError(
+            f"{name}: {count} weights that the mask drops are not zero after fine-tuning; expected none"
+        )

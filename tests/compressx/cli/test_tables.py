@@ -12,7 +12,7 @@ from compressx.report.section import Best, Column, Section, table
 
 def test_kinds_are_summed_up_and_many_patterns_are_counted():
     def one(block: int, kind: str, zeros: int) -> Inspected:
-        return Inspected(f"model.layers.{block}.mlp.{kind}", (10, 10), zeros, f"{zeros}%", two_four=False)
+        return Inspected(f"model.layers.{block}.mlp.{kind}", (10, 10), zeros, f"{zeros}%")
 
     found = Inspection("here", (*(one(i, "up", 10 * i) for i in range(5)), one(0, "down", 50)), None)
     linears, sums, _ = tables.of_inspection(found)

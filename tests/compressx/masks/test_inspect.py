@@ -18,7 +18,7 @@ from compressx.evaluation.saved import source_of
 from compressx.masks import MaskSet
 from compressx.masks import inspect as inspect_module
 from compressx.masks.file import MaskEntry
-from compressx.masks.inspect import fits_two_four, inspect, pattern_of
+from compressx.masks.inspect import inspect, pattern_of
 from compressx.models import streaming
 from compressx.models.streaming import open_model
 from compressx.recipe.sources import ModelSource
@@ -50,16 +50,6 @@ def test_weights_without_zeros_are_dense_and_a_few_natural_zeros_are_no_pattern(
     assert pattern_of(zero) == "1.562%"
 
 
-def test_one_group_with_three_kept_weights_breaks_two_four():
-    zero = ~keep_mask(scores(), NM(2, 4))
-    assert fits_two_four(zero)
-    assert fits_two_four(~keep_mask(scores(), NM(1, 4))), "sparser fits, too"
-    assert not fits_two_four(torch.ones(4, 6, dtype=torch.bool))
-    zero[3, torch.nonzero(zero[3])[0]] = False
-    assert not fits_two_four(zero)
-    assert pattern_of(zero) != "2:4"
-
-
 @pytest.fixture
 def folder(tmp_path):
     save_tiny(tmp_path / "model", "llama")
@@ -85,9 +75,9 @@ def test_a_folder_is_counted_layer_by_layer_and_compared_with_the_masks_beside_i
     by_name = {x.name: x for x in found.linears}
     assert len(by_name) == 21
     q = by_name["model.layers.1.self_attn.q_proj"]
-    assert (q.pattern, q.two_four, q.sparsity, q.mask, q.off_mask) == ("2:4", True, 0.5, "magnitude 2:4", 0)
+    assert (q.pattern, q.sparsity, q.mask, q.off_mask) == ("2:4", 0.5, "magnitude 2:4", 0)
     down = by_name["model.layers.2.mlp.down_proj"]
-    assert (down.pattern, down.two_four, down.mask) == ("50%", False, "magnitude 50% layer")
+    assert (down.pattern, down.mask) == ("50%", "magnitude 50% layer")
     assert by_name["model.layers.0.self_attn.v_proj"].pattern == "dense"
     weights = sum(x.shape[0] * x.shape[1] for x in found.linears)
     assert found.sparsity == sum(x.zeros for x in found.linears) / weights

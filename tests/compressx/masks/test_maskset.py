@@ -8,7 +8,7 @@ import torch
 from tests.compressx.two_of_four import out_in, two_of_four
 from torch import nn
 
-from compressx.masks.maskset import Deviation, MaskEntry, MaskSet, weight_sha256
+from compressx.masks.maskset import MaskEntry, MaskSet, weight_sha256
 from compressx.masks.maskset import squash as squash_held
 from compressx.models.architecture import survey
 from compressx.runtime.errors import ArtifactError
@@ -139,7 +139,7 @@ def test_two_names_of_one_module_are_refused() -> None:
     assert torch.equal(model[0].weight == 0, ~entry.keep)
 
 
-def test_deviations_count_dropped_weights_that_live_and_kept_ones_that_are_zero() -> None:
+def test_deviations_count_dropped_weights_that_live_and_kept_ones_may_be_zero() -> None:
     model = tiny_model("llama")
     found = two_of_four(model)
     found.apply(model)
@@ -149,10 +149,9 @@ def test_deviations_count_dropped_weights_that_live_and_kept_ones_that_are_zero(
         weight[0, torch.nonzero(~found[first].keep[0])[:3, 0]] = torch.tensor([1.0, -1.0, torch.nan])
         kept = torch.nonzero(found[second].keep[0])[:2, 0]
         model.get_submodule(second).weight[0, kept] = torch.tensor([0.0, -0.0])
-    assert found.deviations(model) == {first: Deviation(3, 0), second: Deviation(0, 2)}
+    assert found.deviations(model) == {first: 3}
     assert not found.verify(model)
     found.apply(model)
-    assert found.deviations(model) == {second: Deviation(0, 2)}
     assert found.verify(model), "kept weights may be zero by nature"
 
 

@@ -87,7 +87,6 @@ def test_weights_that_are_stored_transposed_or_fused_drop_to_the_bases(tmp_path:
     masks, after, theirs = MaskSet.load("out/masks.safetensors"), loaded(Path("out/model")), loaded(base)
     assert masks.sparsity() == 0.75
     assert masks.verify(after, base=theirs)
-    assert all(x.kept_zero == 0 for x in masks.deviations(after, base=theirs).values())
 
 
 @pytest.mark.parametrize("pruner", OF_LINEARS)
