@@ -135,9 +135,12 @@ def _kept(model: torch.nn.Module, plan: Plan, glob: str) -> list[str]:
     pruned = {f"{x.name}.weight" for x in plan.linears}
     every = [name for name, _ in model.named_parameters()]
     names = [name for name in every if matches(glob, name)]
-    if not names:
-        raise RecipeError(f"no parameter is called {glob!r}; {did_you_mean(glob, every)}")
     experts = {n for n, x in survey(model).linears.items() if x.expert is not None}
-    if taken := [name for name in names if name in pruned or any(n.startswith(f"{name}.") for n in experts)]:
-        raise RecipeError(f"{taken[0]} is pruned by a rule; name embeddings, norms or biases, such as '*norm*'")
+    taken = [name for name in names if name in pruned or any(n.startswith(f"{name}.") for n in experts)]
+    if taken or not names:
+        raise RecipeError(
+            f"{taken[0]} is pruned by a rule; name embeddings, norms or biases, such as '*norm*'"
+            if taken
+            else f"no parameter is called {glob!r}; {did_you_mean(glob, every)}"
+        )
     return names

@@ -155,39 +155,40 @@ def _adapted(model: Any, masks: Mapping[str, MaskEntry]) -> list[tuple[str, tupl
     refuse_prepared(wrapped, "given adapters")
     linears = {x.name: x for n, m in wrapped.named_modules() for x in linears_of(n.replace(".base_layer", ""), m)}
     for name, entry in masks.items():
-        if name not in linears:
-            raise ArtifactError(
-                f"there is a mask for {name!r}, which {type(wrapped).__name__} does not have as a plain linear; "
-                f"{did_you_mean(name, linears)}"
-            )
-        _check(linears[name], entry.keep)
+        kind = f"there is a mask for {name!r}, which {type(wrapped).__name__} does not have as a plain linear"
+        if wrong := _misfit(linears[name], entry.keep) if name in linears else f"{kind}; {did_you_mean(name, linears)}":
+            raise ArtifactError(wrong)
     found = []
     for name, layer in layers:
-        if layer.merged:
-            raise ArtifactError(f"{name}: its adapter is merged already; call model.unmerge_adapter() first")
         base_layer = layer.get_base_layer()
+        wrong = "is merged already; call model.unmerge_adapter() first" if layer.merged else ""
         if any(getattr(layer, "lora_bias", {}).values()) and getattr(base_layer, "bias", None) is None:
-            raise ArtifactError(
-                f"{name}: its adapter has a bias, which a linear without one cannot take when they are merged; train "
-                "without lora_bias, or leave this linear out of target_modules"
+            wrong = (
+                "has a bias, which a linear without one cannot take when they are merged; train without lora_bias, or "
+                "leave this linear out of target_modules"
             )
+        if wrong:
+            raise ArtifactError(f"{name}: its adapter {wrong}")
         under = linears_of(name, base_layer)
         found.append((name, (layer, [linear for linear in under if linear.name in masks])))
     return found
 
 
-def _check(linear: Linear, keep: Tensor) -> None:
+def _misfit(linear: Linear, keep: Tensor) -> str:
+    """Say why adapters over a weight cannot be masked; empty if they can."""
     weight = linear.weight
     if not weight.dtype.is_floating_point or weight.element_size() < 2 or weight.shape != keep.shape:
-        raise ArtifactError(
+        return (
             f"{linear.name}: its weight is {weight.dtype} {[*weight.shape]}, its mask {[*keep.shape]} [out_features, "
             "in_features]; expected the weight of the pruned model, not quantized"
         )
-    if count := int(torch.count_nonzero(weight[~keep.to(weight.device)])):
-        raise ArtifactError(
-            f"{linear.name}: {count} weights that the mask drops are not zero under the adapters; give get_peft_model "
-            "the pruned model, or call masks.apply(model) before it, and use no init_lora_weights that changes weights"
-        )
+    count = int(torch.count_nonzero(weight[~keep.to(weight.device)]))
+    return (
+        f"{linear.name}: {count} weights that the mask drops are not zero under the adapters; give get_peft_model the "
+        "pruned model, or call masks.apply(model) before it, and use no init_lora_weights that changes weights"
+        if count
+        else ""
+    )
 
 
 class _MaskedUpdate:

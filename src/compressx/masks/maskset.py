@@ -195,13 +195,14 @@ class MaskSet(Mapping[str, MaskEntry]):
         weights = {x.name: x for n, m in model.named_modules(remove_duplicate=False) for x in _weights_of(n, m)}
         for name, entry in self.items():
             if name not in weights:
-                hint = (did_you_mean(name, weights) or "it has no linears") + shrunk_note(model)
-                raise ArtifactError(f"there is a mask for {name!r}, which {type(model).__name__} does not have; {hint}")
-            weight = weights[name].weight
-            if wrong := misfit(name, entry, weight.shape):
-                raise ArtifactError(f"{wrong}; give the masks of this model{shrunk_note(model)}")
-            if weight.is_meta:
-                raise ArtifactError(f"{name}: its weight is not loaded (device meta); load the whole model first")
+                hint = did_you_mean(name, weights) or "it has no linears"
+                wrong = f"there is a mask for {name!r}, which {type(model).__name__} does not have; {hint}"
+            elif wrong := misfit(name, entry, weights[name].weight.shape):
+                wrong += "; give the masks of this model"
+            elif weights[name].weight.is_meta:
+                wrong = f"{name}: its weight is not loaded (device meta); load the whole model first"
+            if wrong:
+                raise ArtifactError(wrong + shrunk_note(model))
         return {name: weights[name] for name in self}
 
     def _writable(self, model: nn.Module) -> dict[str, Linear]:
@@ -277,17 +278,11 @@ def squash(prepared: BaseSparsifier | nn.Module) -> None:
         masked = [(group["module"], group["tensor_name"]) for group in prepared.groups]
     if not masked or not all(parametrize.is_parametrized(*tensor) for tensor in masked):
         raise ArtifactError(f"this {type(prepared).__name__} holds no masks; it may be squashed already")
-    for module, _ in masked:
+    for module, name in masked:
         part_from_copies(module)
-    if isinstance(prepared, nn.Module):
-        for module, name in masked:
-            parametrize.remove_parametrizations(module, name, leave_parametrized=True)
-    else:
-        prepared.squash_mask()
-    with torch.no_grad():
-        for module, name in masked:
-            weight = getattr(module, name)
-            weight.masked_fill_(weight == 0, 0.0)  # torch.ao's own parametrization leaves -0.0
+        parametrize.remove_parametrizations(module, name, leave_parametrized=True)
+        weight = getattr(module, name).detach()
+        weight.masked_fill_(weight == 0, 0.0)  # torch.ao's own parametrization leaves -0.0
 
 
 def _weights_of(name: str, module: nn.Module) -> list[Linear]:

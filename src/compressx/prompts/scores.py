@@ -88,16 +88,17 @@ def check_global(model: Any, found: Architecture, blocks: Sequence[int]) -> None
     """
     names, whole = list(found.blocks), global_blocks(model)
     for index in blocks:
-        if not 0 <= index < len(names):
-            raise UnsupportedModelError(f"{type(model).__name__} has no block {index}; expected 0 to {len(names) - 1}")
-        if index not in whole:
+        wrong = f"{type(model).__name__} has no block {index}; expected 0 to {len(names) - 1}"
+        if 0 <= index < len(names):
             near = min(whole, key=lambda i: abs(i - index), default=None)
             other = "no block does; use a selector that reads no attention, such as recent"
-            told = f"use block {near}" if near is not None else other
-            raise UnsupportedModelError(
+            wrong = (
                 f"{names[index]}: its attention does not see the whole prompt (a sliding window, or no "
-                f"num_attention_heads in its config), so it cannot say which tokens matter; {told}"
+                "num_attention_heads in its config), so it cannot say which tokens matter; "
+                f"{other if near is None else f'use block {near}'}"
             )
+        if index not in whole:
+            raise UnsupportedModelError(wrong)
 
 
 def check_decoder(model: Any) -> None:

@@ -90,12 +90,11 @@ class ReadySelector:
         places, lengths = [], []
         for number, row in enumerate(mask):
             there = row.nonzero()[:, 0]
-            if not len(there):
-                raise CalibrationError(f"prompt {number} has no token; expected one or more")
-            if int(there[-1] - there[0]) + 1 != len(there):
-                raise CalibrationError(
-                    f"attention_mask of prompt {number}: expected ones without a gap, with zeros only before or after"
-                )
+            wrong = "" if len(there) else f"prompt {number} has no token; expected one or more"
+            if len(there) and int(there[-1] - there[0]) + 1 != len(there):
+                wrong = f"attention_mask of prompt {number}: expected ones without a gap, zeros only before or after"
+            if wrong:
+                raise CalibrationError(wrong)
             kept = self.places(input_ids[number, there])
             places.append(there[kept.to(there.device)])
             lengths.append(len(there))
