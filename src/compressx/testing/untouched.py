@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from compressx.api.pruner import Statistic
 from compressx.testing.subject import expect
 
-_RESTORE = "put it back in a `finally`"
-
 
 class StatisticTensors:
     """What a statistic has gathered: a copy of its tensors, those of its attributes too."""
@@ -38,45 +36,34 @@ class Snapshot:
 
     def __init__(self, whole: Any) -> None:
         self._model = whole
-        self._tensors = {name: tensor.detach().clone() for name, tensor in _tensors(whole)}
-        self._attributes = dict(_attributes(whole))
-        self._config = copy.deepcopy(vars(whole.config))
+        self._before = dict(_state(whole))
 
     def expect_same(self) -> None:
         """Raise when something differs now."""
-        self._expect_same_attributes(dict(_attributes(self._model)))
-        for name, tensor in _tensors(self._model):
-            same = torch.equal(tensor, self._tensors[name])
-            expect(same, f"{name} was changed; a pruner returns new weights, and compressx writes them")
-        for key, now in vars(self._model.config).items():
-            was = self._config.get(key)
-            expect(
-                now == was,
-                f"config.{key} was changed from {was!r:.40} to {now!r:.40}; the model computes with it, so change a "
-                "copy.deepcopy(block.config)",
-            )
-
-    def _expect_same_attributes(self, now: dict[tuple[str, str], Any]) -> None:
-        before = self._attributes
-        for (where, name), value in now.items():
-            left = f"it left {name}; keep it in the pruner, or delete it in a `finally`"
+        now = dict(_state(self._model))
+        for where, name in {**now, **self._before}:
+            was, found = (state.get((where, name), _ABSENT) for state in (self._before, now))
+            advice = _ADVICE.get(where if where == "config" else name.partition("[")[0], "put it back in a `finally`")
             if "_hooks" in name:
-                left = f"it left a hook in {name.partition('[')[0]}; call remove() of its handle in a `finally`"
-            expect((where, name) in before, f"{where or 'the model'}: {left}")
-            was = before[where, name]
-            expect(_same(was, value), f"{where or 'the model'}: {name} {value!r:.40}, was {was!r:.40}; {_RESTORE}")
-        gone = [f"{where or 'the model'}: {name}" for where, name in before.keys() - now.keys()]
-        expect(not gone, f"{gone and min(gone)} was removed; {_RESTORE}")
+                advice = "call remove() of its handle in a `finally`"
+            elif was is _ABSENT:
+                advice = "keep it in the pruner, or delete it in a `finally`"
+            told = f"{where or 'the model'}: {name} is {found!r:.40}, was {was!r:.40}; {advice}"
+            expect(_same(was, found, copied=where == "config" or name == "values"), told)
 
 
-def _tensors(whole: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield every parameter and buffer, those that no checkpoint holds too."""
-    yield from whole.named_parameters()
-    yield from whole.named_buffers()
+_ABSENT = "nothing"
+_ADVICE = {
+    "values": "a pruner returns new weights, and compressx writes them",
+    "config": "the model computes with it, so change a copy.deepcopy(block.config)",
+}
 
 
-def _attributes(whole: nn.Module) -> Iterator[tuple[tuple[str, str], Any]]:
-    """Yield every attribute of every module and parameter by (where, its name); of dictionaries every entry."""
+def _state(whole: nn.Module) -> Iterator[tuple[tuple[str, str], Any]]:
+    """Yield copies of tensors and of the config's values, and attributes, of dictionaries each entry: (where, name)."""
+    for where, tensor in (*whole.named_parameters(), *whole.named_buffers()):  # those that no checkpoint holds too
+        yield (where, "values"), tensor.detach().clone()
+    yield from ((("config", key), copy.deepcopy(value)) for key, value in vars(whole.config).items())
     for where, module in whole.named_modules():
         yield (where, "class"), type(module)
         for name, value in vars(module).items():
@@ -92,9 +79,12 @@ def _attributes(whole: nn.Module) -> Iterator[tuple[tuple[str, str], Any]]:
         yield from (((where, name), value) for name, value in vars(parameter).items())
 
 
-def _same(was: Any, now: Any) -> bool:
+def _same(was: Any, now: Any, *, copied: bool) -> bool:
+    """Compare copies by their values, attributes by what they are."""
+    if copied and isinstance(was, Tensor) and isinstance(now, Tensor):
+        return torch.equal(was, now)
     plain = (bool, int, float, str, tuple, torch.dtype, torch.device)
-    return was is now or (type(was) is type(now) and isinstance(was, plain) and was == now)
+    return was is now or ((copied or (type(was) is type(now) and isinstance(was, plain))) and bool(was == now))
 
 
 @contextmanager
