@@ -137,14 +137,14 @@ def inspect_command(
     """Count the zeros of MODEL, layer by layer: sparsity and pattern."""
     from compressx.cli import tables, terminal
     from compressx.evaluation.saved import source_of
-    from compressx.masks.inspect import inspect
+    from compressx.masks.inspect import inspect_model
     from compressx.models.packed_folder import needs_base
 
     needed = base if needs_base(model) else None  # a packed fine-tune also needs it to be read
     source = source_of(model, revision=revision, trust_remote_code=trust_remote_code, base=needed)
     other = None if base is None else source_of(base, trust_remote_code=trust_remote_code)
     with terminal.under_way() as tell:
-        found = inspect(source, masks, base=other, progress=tell)
+        found = inspect_model(source, masks, base=other, progress=tell)
     sections = [*tables.of_inspection(found), *(tables.of_packed(found.packed) if found.packed else ())]
     show_or_json(found.to_dict(), sections, as_json=as_json)
 

@@ -11,7 +11,7 @@ from compressx.allocation.units import zeros_of
 from compressx.api.names import folded, kind_of
 from compressx.api.patterns import UNIT_KINDS
 from compressx.api.record import numbers_in
-from compressx.masks.inspect import sparsity_of
+from compressx.masks.inspect import share_of_zeros
 from compressx.planning.make import who_prunes
 from compressx.plugins.kinds import EXPORTER
 from compressx.report.section import Column, Section, Value, estimates, table
@@ -163,7 +163,7 @@ def of_inspection(found: Inspection) -> Iterator[Section]:
     for kind, some in kinds.items():
         changes = [(x.change, x.unchanged) for x in some if x.change is not None and x.unchanged is not None]
         medians = map(statistics.median, zip(*changes, strict=True)) if changes else (None, None)
-        sums.append((kind, _patterns(some), len(some), sparsity_of(some), *medians))
+        sums.append((kind, _patterns(some), len(some), share_of_zeros(some), *medians))
     yield Section(table=table(["module", "patterns", Column("linears", "d"), _SPARSITY, *_CHANGES], sums))
     counted = f"sparsity {found.sparsity:.2%} of {len(found.linears)} linears"
     yield Section(note=f"{found.folder}: {counted}{found.compared}")

@@ -226,6 +226,6 @@ class _MaskedUpdate:
 
 def _update(module: Any, adapter: str) -> Tensor:
     """Return the masked update of a layer, in the layout of its weight."""
-    from compressx.masks.sparsifier import select
+    from compressx.masks.sparsifier import keep_entries
 
-    return select(module.get_delta_weight(adapter), module.kept)
+    return keep_entries(module.get_delta_weight(adapter), module.kept)

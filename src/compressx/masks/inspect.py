@@ -83,7 +83,7 @@ class Inspection:
     @property
     def sparsity(self) -> float:
         """Fraction of zeros over all linears."""
-        return sparsity_of(self.linears)
+        return share_of_zeros(self.linears)
 
     @property
     def compared(self) -> str:
@@ -103,7 +103,7 @@ class Inspection:
         }  # fmt: skip
 
 
-def sparsity_of(linears: Iterable[Inspected]) -> float:
+def share_of_zeros(linears: Iterable[Inspected]) -> float:
     """Return the fraction of zeros over all weights of some linears."""
     counts = [(x.zeros, x.shape[0] * x.shape[1]) for x in linears]
     return sum(zeros for zeros, _ in counts) / sum(weights for _, weights in counts)
@@ -129,7 +129,7 @@ def pattern_of(zero: Tensor) -> str:
     return f"{share} row" if rows > 1 and bool((each == each[0]).all()) else share
 
 
-def inspect(
+def inspect_model(
     source: ModelSource, masks: Path | None = None, *, base: ModelSource | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Inspection:  # fmt: skip

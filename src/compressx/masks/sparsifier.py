@@ -29,10 +29,10 @@ class _SelectEntries(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None]:
-        return select(gradients[0], ctx.saved_tensors[0]), None
+        return keep_entries(gradients[0], ctx.saved_tensors[0]), None
 
 
-def select(x: Tensor, mask: Tensor) -> Tensor:
+def keep_entries(x: Tensor, mask: Tensor) -> Tensor:
     """Return `x` (of the mask's shape) with zeros, and zero gradients, where the mask is False."""
     selected: Tensor = _SelectEntries.apply(x, mask)  # type: ignore[no-untyped-call]
     return selected
@@ -55,7 +55,7 @@ class MaskedWeight(FakeSparsity):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return `x` (of the mask's shape) with zeros, and zero gradients, where the mask is False."""
-        return select(x, self.mask)
+        return keep_entries(x, self.mask)
 
 
 def _refuse_adapters(_parent: nn.Module, name: str, module: nn.Module | None) -> None:

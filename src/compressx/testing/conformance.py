@@ -28,11 +28,11 @@ from compressx.runtime.errors import (
 )  # fmt: skip
 from compressx.testing.models import TINY_CONFIGS
 from compressx.testing.pruners import PRUNER_CHECKS, plans
-from compressx.testing.saved import EVALUATOR_CHECKS, EXPORTER_CHECKS, SavedSubject, measures, writes
+from compressx.testing.saved import EVALUATOR_CHECKS, EXPORTER_CHECKS, SavedSubject, can_measure, can_write
 from compressx.testing.selectors import SELECTOR_CHECKS, SelectorSubject, asks
 from compressx.testing.subject import NoSuchPromiseError, RefusedError, Subject, expect
 
-Status: TypeAlias = Literal["passed", "failed", "refused", "skipped"]
+Verdict: TypeAlias = Literal["passed", "failed", "refused", "skipped"]
 
 ARCHITECTURES = ("llama", "gpt2", "gemma3", "llama-tied", "mixtral")
 """What plugins are checked on when nothing else is said."""
@@ -53,7 +53,7 @@ class Outcome:
 
     check: str
     architecture: str
-    status: Status
+    status: Verdict
     detail: str = ""
     cause: str = ""
 
@@ -95,8 +95,8 @@ class _Kit:
 _KITS = (
     _Kit(PRUNER, Subject, ("plans without weights", plans), PRUNER_CHECKS),
     _Kit(TOKEN_SELECTOR, SelectorSubject, ("asks for scores that are there", asks), SELECTOR_CHECKS),
-    _Kit(EVALUATOR, SavedSubject, ("measures a model", measures), EVALUATOR_CHECKS),
-    _Kit(EXPORTER, SavedSubject, ("writes a model", writes), EXPORTER_CHECKS),
+    _Kit(EVALUATOR, SavedSubject, ("measures a model", can_measure), EVALUATOR_CHECKS),
+    _Kit(EXPORTER, SavedSubject, ("writes a model", can_write), EXPORTER_CHECKS),
 )
 
 

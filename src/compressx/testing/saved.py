@@ -57,7 +57,7 @@ def _figures(subject: SavedSubject, found: FinishedModel) -> Figures:
     return evaluator.evaluate(EvaluatedModel(found.access, found.tokenizer))
 
 
-def measures(subject: SavedSubject) -> None:
+def can_measure(subject: SavedSubject) -> None:
     """Measure a model; one that it says it cannot measure is refused."""
     with refusals(CompressxError, but=PluginError), _finished(subject) as found:
         figures = _figures(subject, found)
@@ -72,7 +72,7 @@ def _export(subject: SavedSubject, found: FinishedModel) -> Path:
     return folder
 
 
-def writes(subject: SavedSubject) -> None:
+def can_write(subject: SavedSubject) -> None:
     """Write a model; one that it says it cannot write is refused."""
     with refusals(CompressxError, but=PluginError), _finished(subject) as found:
         folder = _export(subject, found)

@@ -18,7 +18,7 @@ from compressx.evaluation.saved import source_of
 from compressx.masks import MaskSet
 from compressx.masks import inspect as inspect_module
 from compressx.masks.file import MaskEntry
-from compressx.masks.inspect import inspect, pattern_of
+from compressx.masks.inspect import inspect_model, pattern_of
 from compressx.models import streaming
 from compressx.models.streaming import open_model
 from compressx.recipe.sources import ModelSource
@@ -70,7 +70,7 @@ def folder(tmp_path):
 @pytest.mark.parametrize("streaming", [True, False])
 def test_a_folder_is_counted_layer_by_layer_and_compared_with_the_masks_beside_it(folder, streaming):
     source = source_of(str(folder)).model_copy(update={"streaming": streaming})
-    found = inspect(source)
+    found = inspect_model(source)
     assert found.masks == str(folder / "masks.safetensors")
     by_name = {x.name: x for x in found.linears}
     assert len(by_name) == 21
@@ -89,7 +89,7 @@ def test_the_masks_beside_a_model_are_found_from_within_it_and_from_the_home_fol
     for path, masks in (
         (f"~/{folder.name}", folder), (f"~/{folder.name}/model", folder), (".", folder), ("../model", Path("..")),
     ):  # fmt: skip
-        found = inspect(ModelSource(path=Path(path)))
+        found = inspect_model(ModelSource(path=Path(path)))
         assert found.masks == str(masks / "masks.safetensors")
         assert found.linears[0].off_mask == 0
 
@@ -97,7 +97,7 @@ def test_the_masks_beside_a_model_are_found_from_within_it_and_from_the_home_fol
 def test_weights_that_grew_back_are_counted(folder):
     model = tiny_model("llama")
     model.save_pretrained(folder / "model")  # dense again
-    found = inspect(source_of(str(folder)))
+    found = inspect_model(source_of(str(folder)))
     q = next(x for x in found.linears if x.name.endswith("0.self_attn.q_proj"))
     assert q.off_mask == 64 * 64 / 2
     assert q.pattern == "dense"
@@ -110,10 +110,10 @@ def test_masks_of_another_model_are_refused(folder):
         ArtifactError,
         match=r"other.safetensors: .*its mask is \[2, 2\] \[out.*, the weight \[64, 64\]; give this model's masks",
     ):
-        inspect(source_of(str(folder)), folder / "other.safetensors")
+        inspect_model(source_of(str(folder)), folder / "other.safetensors")
     MaskSet({"model.layers.9.q_proj": entry}).save(folder / "other.safetensors")
     with pytest.raises(ArtifactError, match=r"it has a mask for model.layers.9.q_proj, which .* does not have"):
-        inspect(source_of(str(folder)), folder / "other.safetensors")
+        inspect_model(source_of(str(folder)), folder / "other.safetensors")
 
 
 TUNED = "model.layers.1.self_attn.q_proj"
@@ -134,23 +134,23 @@ def tuned(tmp_path):
 @pytest.mark.parametrize("streaming", [True, False])
 def test_what_differs_from_a_base_is_measured_linear_by_linear(tuned, streaming):
     source = source_of(str(tuned / "model")).model_copy(update={"streaming": streaming})
-    found = inspect(source, base=source_of(str(tuned / "base")))
+    found = inspect_model(source, base=source_of(str(tuned / "base")))
     assert found.base == str(tuned / "base")
     changes = {x.name: (x.change, x.unchanged) for x in found.linears}
     before = tiny_model("llama").get_submodule(TUNED).weight.detach().double()
     after = load_file(tuned / "model" / "model.safetensors")[f"{TUNED}.weight"].double()
     assert changes.pop(TUNED) == (pytest.approx(float((after - before).norm() / before.norm())), 0.5)
     assert set(changes.values()) == {(0.0, 1.0)}
-    assert {(x.change, x.unchanged) for x in inspect(source).linears} == {(None, None)}
+    assert {(x.change, x.unchanged) for x in inspect_model(source).linears} == {(None, None)}
 
 
 def test_the_base_is_streamed_beside_the_model_and_a_gguf_file_is_loaded_whole(tuned, monkeypatch):
     opened = []
     for module in (inspect_module, streaming):
         monkeypatch.setattr(module, "open_model", lambda *given: opened.append(given[1]) or open_model(*given))
-    inspect(source_of(str(tuned / "model")), base=source_of(str(tuned / "base")))
+    inspect_model(source_of(str(tuned / "model")), base=source_of(str(tuned / "base")))
     file = source_of(str(write_gguf(tuned / "tiny.gguf")))
-    found = inspect(file, base=file)
+    found = inspect_model(file, base=file)
     assert opened == ["auto", True, "auto", False]
     assert {x.unchanged for x in found.linears} == {1.0}
 
@@ -159,7 +159,7 @@ def test_a_vocabulary_of_another_size_is_no_other_model(tuned):
     model = tiny_model("llama")
     model.resize_token_embeddings(160)
     model.save_pretrained(tuned / "model")
-    found = inspect(source_of(str(tuned / "model")), base=source_of(str(tuned / "base")))
+    found = inspect_model(source_of(str(tuned / "model")), base=source_of(str(tuned / "base")))
     assert {x.unchanged for x in found.linears} == {1.0}
 
 
@@ -170,7 +170,7 @@ def test_a_vocabulary_of_another_size_is_no_other_model(tuned):
 def test_a_base_with_other_linears_is_refused_by_name_and_both_shapes(tuned, other, complaint):
     save_tiny(tuned / "other", other)
     with pytest.raises(ArtifactError, match=f"^{tuned}/other: .*{complaint}"):
-        inspect(source_of(str(tuned / "model")), base=source_of(str(tuned / "other")))
+        inspect_model(source_of(str(tuned / "model")), base=source_of(str(tuned / "other")))
 
 
 @pytest.mark.parametrize("damaged", ["model", "base"])
@@ -182,13 +182,13 @@ def test_a_weight_that_is_not_finite_is_named_with_its_model(tuned, damaged, val
     inspected, base = (source_of(str(tuned / name)) for name in ("model", "base"))
     told = rf"^{tuned}/{damaged}: model.layers.2.mlp.up_proj.weight has NaN or infinite values"
     with pytest.raises(ArtifactError, match=told):
-        inspect(inspected, base=base)
-    assert len(inspect(inspected).linears) == 21, "zeros are counted whatever the others are"
+        inspect_model(inspected, base=base)
+    assert len(inspect_model(inspected).linears) == 21, "zeros are counted whatever the others are"
 
 
 @pytest.mark.parametrize("architecture", [*KINDS, "gpt-oss", "gemma4"])
 def test_every_architecture_has_numbers_that_are_json(tmp_path, architecture):
     source = source_of(str(save_tiny(tmp_path / "model", architecture)))
-    found = inspect(source, base=source)
+    found = inspect_model(source, base=source)
     plain = json.loads(json.dumps(found.to_dict(), allow_nan=False))
     assert {(x["change"], x["unchanged"]) for x in plain["linears"]} == {(0.0, 1.0)}

@@ -8,7 +8,7 @@ import pytest
 
 from compressx import load_plugins, run
 from compressx.evaluation.saved import source_of
-from compressx.masks.inspect import inspect
+from compressx.masks.inspect import inspect_model
 
 pytestmark = pytest.mark.slow
 
@@ -58,6 +58,6 @@ def test_adapters_of_a_recipe_lower_its_perplexity_and_keep_the_zeros(smollm2_sh
     )
     pruned, finetuned = (report.evaluation[name]["token_perplexity"] for name in ("pruned", "finetuned"))
     assert finetuned < 0.8 * pruned
-    found = inspect(source_of(str(tmp_path / "out")))
+    found = inspect_model(source_of(str(tmp_path / "out")))
     assert sum(x.off_mask or 0 for x in found.linears) == 0
     assert report.sparsity == pytest.approx(0.6, abs=1e-3)

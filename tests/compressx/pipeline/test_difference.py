@@ -16,7 +16,7 @@ from tests.compressx.processes import in_two
 from tests.compressx.saved import save_tiny
 
 import compressx
-from compressx.masks.inspect import inspect
+from compressx.masks.inspect import inspect_model
 from compressx.masks.maskset import MaskSet
 from compressx.models.checkpoint import find_checkpoint
 from compressx.models.loading import load_model, load_tokenizer
@@ -256,7 +256,7 @@ def test_inspect_counts_the_weights_that_are_not_the_bases_though_a_mask_drops_t
     run(recipe(model, base={"path": str(base)}))
     for asked, counts in (("out", 0), (str(model), 1)):
         source = ModelSource(path=Path(asked))
-        found = inspect(source, Path("out/masks.safetensors"), base=ModelSource(path=base))
+        found = inspect_model(source, Path("out/masks.safetensors"), base=ModelSource(path=base))
         dropped = sum(x.shape[0] * x.shape[1] for x in found.linears) // 2
         assert sum(x.off_mask or 0 for x in found.linears) == counts * dropped
         assert {x.mask for x in found.linears} == {"wanda 50% row, as base"}

@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from compressx import prune
 from compressx.api.exporter import PlannedModel
 from compressx.evaluation.saved import apply_masks, evaluate_saved, evaluate_section, source_of
-from compressx.masks.inspect import inspect
+from compressx.masks.inspect import inspect_model
 from compressx.masks.maskset import MaskSet
 from compressx.models.architecture import find_blocks
 from compressx.models.blockwise import skipped
@@ -100,10 +100,10 @@ def test_the_smaller_model_computes_what_the_one_with_zeros_does_and_its_files_s
 
     masks, source = Path("out/masks.safetensors"), source_of("out")
     told = r"what shrink has left \(intermediate_size 64 of 96, .*\), and masks of the original do not fit it"
-    for use in (lambda: apply_masks(masks, source, Path("applied")), lambda: inspect(source, masks)):
+    for use in (lambda: apply_masks(masks, source, Path("applied")), lambda: inspect_model(source, masks)):
         with pytest.raises(ArtifactError, match=told):
             use()
-    inspected = inspect(source)
+    inspected = inspect_model(source)
     assert (inspected.masks, inspected.sparsity) == (None, 0)
 
 

@@ -132,7 +132,7 @@ def test_an_error_does_not_move_the_cursor(monkeypatch: pytest.MonkeyPatch) -> N
     def fails(*_: object, **_more: object) -> None:
         raise ArtifactError(f"{FORGED}\nanother line")
 
-    monkeypatch.setattr("compressx.masks.inspect.inspect", fails)
+    monkeypatch.setattr("compressx.masks.inspect.inspect_model", fails)
     told = refused("inspect", "m")
     assert told.startswith(r"error: w\x1b[2K\x1b[1A\rerror: ")
     assert all(line.isprintable() for line in told.splitlines())
