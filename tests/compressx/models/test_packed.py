@@ -355,6 +355,19 @@ def test_a_tensor_of_the_base_with_another_dtype_or_shape_is_not_used(of_base: A
     assert not found.differs
 
 
+def test_a_tensor_of_which_only_the_beginning_is_that_of_the_base_comes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The beginning decides; then nothing of the difference can be left out or compressed."""
+    monkeypatch.setattr(packed, "_FIRST", 8)
+    noise = torch.randint(-(2**15), 2**15, (2, 4096), dtype=torch.int16)
+    noise[1, :8] = noise[0, :8]
+    for name, tensor in zip(("base", "model"), noise, strict=True):
+        save_file({"noise": tensor.clone()}, tmp_path / f"{name}.safetensors")
+    (found,) = round_trip(tmp_path / "model.safetensors", base=base_of(tmp_path / "base.safetensors")).sizes()
+    assert (found.differs, found.packed_bytes) == (True, found.bytes)
+
+
 @pytest.fixture
 def against(tmp_path: Path) -> tuple[PackedFile, Base]:
     """A file of two tensors, packed against a base, and that base."""
