@@ -463,29 +463,14 @@ def rewritten(path: Path, change: Any) -> None:
     [
         (lambda m: m.update(version=3), "version in its metadata is '3'"),
         (lambda m: m.update(version=2), "version 2, and no other, names a base and has tensors that differ from it"),
-        (lambda m: m.update(base="other"), "version 2, and no other"),
-        (lambda m: m["tensors"]["half"].update(base="0" * 64), "version 2, and no other"),
         (lambda m: m.pop("digest"), "digest in its metadata is .*Field required"),
         (lambda m: m.update(header=m["header"].replace("pt", "tp")), "its metadata do not have their digest"),
         (lambda m: m["tensors"]["half"].update(sha256="0" * 64), "its metadata do not have their digest"),
-        (lambda m: m["tensors"]["half"]["pieces"][0].__setitem__(0, 1), "its metadata do not have their digest"),
     ],
 )
 def test_changed_metadata_are_found_before_anything_is_written(packed_file: Path, change: Any, message: str) -> None:
     rewritten(packed_file, change)
     with pytest.raises(ArtifactError, match=message):
-        PackedFile(packed_file)
-
-
-def test_tensors_and_metadata_of_different_files_are_refused(packed_file: Path) -> None:
-    with safe_open(packed_file, "pt") as file:
-        metadata = file.metadata()
-    given = load_file(packed_file)
-    save_file({**given, "half": given["half"][:-1]}, packed_file, metadata)
-    with pytest.raises(ArtifactError, match="its metadata describes other bytes of half than there are"):
-        PackedFile(packed_file)
-    save_file({name: tensor for name, tensor in given.items() if name != "noise"}, packed_file, metadata)
-    with pytest.raises(ArtifactError, match="it lacks noise, which the original has"):
         PackedFile(packed_file)
 
 
