@@ -16,7 +16,7 @@ def test_kinds_are_summed_up_and_many_patterns_are_counted():
 
     found = Inspection("here", (*(one(i, "up", 10 * i) for i in range(5)), one(0, "down", 50)), None)
     linears, sums, _ = tables.of_inspection(found)
-    assert linears.table.names == ["linear", "pattern", "2:4", "sparsity"]
+    assert linears.table.names == ["linear", "pattern", "sparsity"]
     assert sums.table.texts == [["up", "0%, 10%, 3 others", "5", "20.00%"], ["down", "50%", "1", "50.00%"]]
 
 
