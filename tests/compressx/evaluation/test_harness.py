@@ -556,7 +556,3 @@ class TestSelection:
         assert sorted(map(len, whole)) == [10, 30]
         assert kept == [row[-12:] for row in whole]
         assert figures["copying"]["exact_match"] == 1.0  # of what follows the prompt, and nothing else
-
-    @pytest.mark.slow
-    def test_a_selection_that_keeps_everything_changes_no_figure(self, written: LmEval, tokenizer: Any) -> None:
-        assert self.read(written, tokenizer, 100) == self.read(written, tokenizer, None)
