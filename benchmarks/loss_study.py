@@ -30,9 +30,8 @@ import torch
 from torch import Tensor
 
 from compressx import Block, Linear, Unstructured
-from compressx.blocks.contract import Checksums
 from compressx.blocks.fisher import FisherDiagonal, divergences, fisher_diagonal, gradients
-from compressx.blocks.observe import inputs_watched
+from compressx.blocks.observe import linears_watched
 from compressx.blocks.select import decide, gather, write
 from compressx.data.windows import calibration_windows, token_ids
 from compressx.evaluation.token_perplexity import token_perplexity
@@ -119,7 +118,7 @@ def watched(
     ends = ("o_proj", "out_proj", "attn.c_proj", "attention.dense")
     last = next(x for n, x in block.linears.items() if n.endswith(ends))
     hook = last.module.register_forward_hook(lambda _module, _args, out: attention.append(out))
-    with inputs_watched(block.linears, lambda name, x: inputs[name].append(x)):
+    with linears_watched(block.linears, lambda name, x: inputs[name].append(x)):
         outputs = [run() for run in passes(runs, states)]
     hook.remove()
     return attention, outputs, inputs
@@ -181,8 +180,8 @@ def study(arguments: argparse.Namespace, done: set[tuple[str, str, str]]) -> Ite
                 for sparsity in (float(s) for _, m, s in wanted if m == method):
                     pattern = Unstructured(sparsity, spec.groups[0])
                     with restored(block):
-                        untouched, patterns = Checksums(known, [method]), dict.fromkeys(linears, pattern)
-                        for name, result in decide(rule, built, known, patterns, stats, untouched).items():
+                        patterns = dict.fromkeys(linears, pattern)
+                        for name, result in decide(rule, built, known, patterns, stats).items():
                             write(linears[name], result)
                         growth = math.log(token_perplexity(access, evaluation) / base)
                         yield {

@@ -11,7 +11,7 @@ from tests.compressx_attnprune import blocks
 from compressx import NM, FixedMask, Pattern, PruneResult, Unstructured
 from compressx.api.patterns import keep_mask
 from compressx.api.pruner import Block
-from compressx.blocks.contract import answer_of, check_numbers
+from compressx.blocks.contract import answer_of, check_answer
 from compressx.blocks.observe import Observed
 from compressx_attnprune import plugin
 
@@ -62,7 +62,7 @@ def given_masks(block: Block, chosen_as: Unstructured | NM) -> dict[str, Pattern
 def assert_as_asked(block: Block, patterns: Mapping[str, Pattern], results: Mapping[str, PruneResult]) -> None:
     """Hold results against what the host checks: counts, exact to the weight, and given masks untouched."""
     assert set(results) == set(patterns)
-    check_numbers(SPEC.name, block, patterns, results)
+    check_answer(SPEC.name, block, patterns, results)
     for result in results.values():
         assert result.weight.dtype == torch.float32
         assert torch.equal(result.weight != 0, result.keep)

@@ -32,7 +32,6 @@ from compressx.numerics.obs import wanda_scores
 from compressx.planning.plan import PlannedRule
 from compressx.runtime.errors import CalibrationError
 from compressx.runtime.finite import refuse_damage
-from compressx.runtime.ranks import ALONE
 from compressx.runtime.transfer import to_device
 
 Patterns: TypeAlias = Mapping[PlannedRule, Mapping[str, RulePattern]]
@@ -101,7 +100,7 @@ def measure(
         prepared: PreparedValues = {}
 
         def ask(patterns: Patterns) -> Iterator[tuple[str, Decision]]:
-            return decide_all(block, patterns, pruners, dict(stats), ALONE, prepared)  # a copy: it drops statistics
+            return decide_all(block, patterns, pruners, dict(stats), kept=prepared)  # a copy: it drops statistics
 
         return tuple(_measure(unit, sparsities, block.linears, ask, stream) for unit in mine)
 

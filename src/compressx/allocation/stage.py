@@ -22,7 +22,7 @@ from compressx.recipe.sections import Allocation, AttentionAware, DivergenceAllo
 from compressx.report.section import Column, Section, counted, table
 from compressx.runtime.errors import Mistakes, RecipeError
 from compressx.stages.state import RunState, Stage
-from compressx.stages.store import ALLOCATED, Allocated
+from compressx.stages.store import Allocated
 
 
 class Allocate(Stage):
@@ -152,28 +152,10 @@ def _size(state: RunState, plan: Plan, budget: TargetBudget) -> tuple[int, float
 
 
 def _measured(state: RunState, settings: Allocation) -> None:
-    store, ranks = state.store, state.ranks
+    store = state.store
     if store.allocated is None:
-        allocated = None
         state.report_progress("allocate", 0, 1)
-        if ranks.first:
-            batches = state.batches
-            keep = state.keep("allocation", stored_windows(state.plan, settings, sum(map(len, batches))))
-            try:
-                final, report = allocate(
-                    state.pruned_against, state.plan, settings, batches, state.sensitivities.linears,
-                    progress=partial(state.report_progress, "allocate"), keep=keep,
-                    remembered=partial(_remembered, state), earlier=store.measured, record=store.measure,
-                )  # fmt: skip
-            finally:
-                shutil.rmtree(store.blocks / "allocation", ignore_errors=True)
-            chosen = {
-                x.name: Unstructured(p.sparsity) if isinstance(p := x.pattern, Structured) else p for x in final.linears
-            }
-            assert state.recipe.allocation is not None  # noqa: S101 - as in the plan
-            allocated = Allocated(chosen, dataclasses.replace(report, budget=state.recipe.allocation.budget))
-        received = ranks.broadcast({} if allocated is None else dataclasses.asdict(allocated))
-        store.allocate(ALLOCATED.validate_python(received) if allocated is None else allocated)
+        store.allocate(state.by_first(partial(_allocated, state, settings), Allocated))
     assert store.allocated is not None  # noqa: S101 - set above
     report = state.results["allocation"] = store.allocated.report
     state.plan = state.plan.allocated(store.allocated.patterns)
@@ -181,6 +163,23 @@ def _measured(state: RunState, settings: Allocation) -> None:
         expected = "" if unit.divergence is None else f", predicted divergence {unit.divergence:.3g}"
         line = f"{in_short(unit.linears)}: {unit.pruner}, sparsity {unit.sparsity:.2%}{expected}"
         state.log.write(logging.DEBUG, line)
+
+
+def _allocated(state: RunState, settings: Allocation) -> Allocated:
+    """Measure on the text of all processes, and choose."""
+    batches, store = state.batches, state.store
+    keep = state.keep("allocation", stored_windows(state.plan, settings, sum(map(len, batches))))
+    try:
+        final, report = allocate(
+            state.pruned_against, state.plan, settings, batches, state.sensitivities.linears,
+            progress=partial(state.report_progress, "allocate"), keep=keep,
+            remembered=partial(_remembered, state), earlier=store.measured, record=store.measure,
+        )  # fmt: skip
+    finally:
+        shutil.rmtree(store.blocks / "allocation", ignore_errors=True)
+    chosen = {x.name: Unstructured(p.sparsity) if isinstance(p := x.pattern, Structured) else p for x in final.linears}
+    assert state.recipe.allocation is not None  # noqa: S101 - as in the plan
+    return Allocated(chosen, dataclasses.replace(report, budget=state.recipe.allocation.budget))
 
 
 def _remembered(state: RunState, curves: Callable[[], Curves]) -> Curves:

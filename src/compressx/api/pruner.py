@@ -109,7 +109,8 @@ class Linear:
     @property
     def held(self) -> Tensor:
         """The module's weight as a view [out_features, in_features], without autograd history."""
-        return self.part(getattr(self.module, self.parameter).detach())  # also while masks are held on it
+        stored: Tensor = getattr(self.module, self.parameter).detach()  # also while masks are held on it
+        return stored if self.expert is None and not self.transposed else self.part(stored)
 
     def part(self, stored: Tensor) -> Tensor:
         """Return this weight's part of a tensor in the layout of its parameter: a view [out_features, in_features]."""

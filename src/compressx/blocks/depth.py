@@ -15,7 +15,7 @@ from torch import Tensor
 
 from compressx.api.pruner import Block, Linear, PruneResult
 from compressx.blocks.fisher import groups
-from compressx.blocks.observe import inputs_watched
+from compressx.blocks.observe import linears_watched
 from compressx.blocks.select import restored
 from compressx.models.access import Access, in_place_of
 from compressx.models.architecture import find_blocks, survey, text_config
@@ -333,7 +333,7 @@ def _solved(
     def tokens(x: Tensor) -> Tensor:
         return to_device(x, access.device).flatten(0, -2).to(wide)
 
-    with inputs_watched({linear.name: linear}, lambda _, x: inputs.append(tokens(x))):
+    with linears_watched({linear.name: linear}, lambda _, x: inputs.append(tokens(x))):
         whole = runs[0](entered[0])
         with restored([linear]) as (weight, *_):
             weight.zero_()

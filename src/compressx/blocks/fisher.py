@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from compressx.api.pruner import Linear
-from compressx.blocks.observe import outputs_watched
+from compressx.blocks.observe import linears_watched
 from compressx.models.access import Access
 from compressx.models.architecture import Architecture, text_config
 from compressx.models.arithmetic import products_in
@@ -342,7 +342,7 @@ class SquaredGradients:
                 )
             output.register_hook(lambda grad: self.add(name, grad))
 
-        with torch.enable_grad(), outputs_watched(self.linears, watch):
+        with torch.enable_grad(), linears_watched(self.linears, after=watch):
             out = backwards.run(run, x)
         return backwards.gradient(out, x, gradient)
 

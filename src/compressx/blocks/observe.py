@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeAlias, TypeGuard
 
 import torch
@@ -31,11 +32,13 @@ class Observed:
 
     Attributes:
         statistic: what takes in the inputs.
-        pruner: the name of the plugin that asked for it, which is told if it fails.
+        pruner: the name of the plugin that asked for it, for the message if it fails.
+        fresh: makes an empty statistic of the same kind.
     """
 
     statistic: Statistic
     pruner: str = ""
+    fresh: Callable[[], Statistic | None] = lambda: None
 
 
 def observe(
@@ -66,7 +69,7 @@ def observe(
         return set()
     mine = {name: linears[name] for name in asked}
     routed = {n: mine[n] for n, stats in asked.items() if any(is_routed(s.statistic) for s in stats.values())}
-    with routing_watched(routed) as weights, inputs_watched(mine, feed := _Feed(asked, weights)):
+    with routing_watched(routed) as weights, linears_watched(mine, feed := _Feed(asked, weights)):
         _run(passes, feed)
     if uncalled := {n: x for n, x in mine.items() if n not in feed.reached and x.expert is None}:
         with _uncalled_watched(uncalled, before=feed):
@@ -86,13 +89,6 @@ def _run(passes: Sequence[Callable[[], Any]], feed: _Feed) -> None:
 def is_routed(statistic: Statistic) -> TypeGuard[RoutedStatistic]:
     """Say whether a statistic is told the router's weights."""
     return getattr(statistic, "routed", False) is True
-
-
-def place_after(statistic: Statistic, windows: int) -> None:
-    """Tell a fresh statistic how many windows other processes see before this one's, if it wants to know."""
-    after: Callable[[int], None] | None = getattr(statistic, "after", None)
-    if after is not None:
-        after(windows)
 
 
 def refuse_missed(names: Collection[str], reached: Collection[str]) -> None:
@@ -216,33 +212,32 @@ class _Feed:
         self.batch.clear()
 
 
-@contextmanager
-def inputs_watched(linears: Mapping[str, Linear], take: Take) -> Iterator[None]:
-    """Call `take` with the name and input of each linear before it runs, inside the `with`."""
-    with ExitStack() as hooks:
-        for name, module in _modules(linears):
-
-            def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str = name) -> None:
-                take(name, args[0] if args else next(iter(kwargs.values())))
-
-            hooks.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
-        hooks.enter_context(_experts_watched(linears, before=take))
-        yield
+def _ignore(_name: str, _x: Tensor) -> None: ...
 
 
 @contextmanager
-def outputs_watched(linears: Mapping[str, Linear], take: Take) -> Iterator[None]:
-    """Call `take` with the name and output of each linear after it runs, inside the `with`."""
+def linears_watched(linears: Mapping[str, Linear], before: Take = _ignore, after: Take = _ignore) -> Iterator[None]:
+    """Inside the `with`, call `before` with each linear's name and input, and `after` with its name and output."""
     with ExitStack() as hooks:
-        for name, module in _modules(linears):
-
-            def after(_: nn.Module, _args: Any, output: Tensor, name: str = name) -> None:
-                take(name, output)
-
-            hooks.callback(module.register_forward_hook(after).remove)
-        hooks.enter_context(_experts_watched(linears, after=take))
-        hooks.enter_context(_uncalled_watched(linears, after=take))
+        for name, module in ((n, x.module) for n, x in linears.items() if x.expert is None):
+            if before is not _ignore:
+                hand = partial(_hand_input, before, name)
+                hooks.callback(module.register_forward_pre_hook(hand, with_kwargs=True).remove)
+            if after is not _ignore:
+                hooks.callback(module.register_forward_hook(partial(_hand_output, after, name)).remove)
+        if any(x.expert is not None for x in linears.values()):
+            hooks.enter_context(_experts_watched(linears, before, after))
+        if after is not _ignore:
+            hooks.enter_context(_uncalled_watched(linears, after=after))
         yield
+
+
+def _hand_input(take: Take, name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    take(name, args[0] if args else next(iter(kwargs.values())))
+
+
+def _hand_output(take: Take, name: str, _: nn.Module, _args: Any, output: Tensor) -> None:
+    take(name, output)
 
 
 @contextmanager
@@ -281,15 +276,8 @@ def routing_watched(linears: Mapping[str, Linear]) -> Iterator[Callable[[str, in
         yield weights
 
 
-def _modules(linears: Mapping[str, Linear]) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the linears that are modules."""
-    return ((name, linear.module) for name, linear in linears.items() if linear.expert is None)
-
-
 @contextmanager
-def _uncalled_watched(
-    linears: Mapping[str, Linear], before: Take = lambda _name, _input: None, after: Take = lambda _name, _output: None
-) -> Iterator[None]:
+def _uncalled_watched(linears: Mapping[str, Linear], before: Take = _ignore, after: Take = _ignore) -> Iterator[None]:
     """Watch the products `weight @ x`, x [batch, features, tokens], of modules that are there for their weight alone.
 
     Mamba's `dt_proj` is one: it has no hooks, since it is not called.
@@ -311,14 +299,9 @@ def _uncalled_watched(
 
 
 @contextmanager
-def _experts_watched(
-    linears: Mapping[str, Linear], before: Take = lambda _name, _input: None, after: Take = lambda _name, _output: None
-) -> Iterator[None]:
-    """Watch the products with fused expert parameters, if there are any, by transformers' eager implementation."""
+def _experts_watched(linears: Mapping[str, Linear], before: Take, after: Take) -> Iterator[None]:
+    """Watch the products with fused expert parameters by transformers' eager implementation."""
     experts = [linear for linear in linears.values() if linear.expert is not None]
-    if not experts:
-        yield
-        return
     configs = {id(c): c for linear in experts if (c := getattr(linear.module, "config", None)) is not None}
     implementations = {key: config._experts_implementation for key, config in configs.items()}
     try:

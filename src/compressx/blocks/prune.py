@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compressx.api.patterns import Structured, sparsity_of
+from compressx.api.patterns import RulePattern, Structured, sparsity_of
 from compressx.api.pruner import Block, BlockCall, Linear, PruneResult
 from compressx.api.record import BlockReport, LayerReport
 from compressx.blocks.contract import refuse_lost_zeros
@@ -57,8 +57,7 @@ MEASURED_TOKENS = 2048
 class PrunedBlock:
     """The result of pruning one block: its report, and its masks and images by linear name.
 
-    `streams` holds the inputs of the next block;
-    pruning that block modifies them.
+    `streams` holds the inputs of the next block; pruning that block modifies them.
     """
 
     report: BlockReport
@@ -98,9 +97,9 @@ def prune_model(
     order = [*found.blocks, OUTSIDE]
     start = 0 if finished is None else order.index(finished[0]) + 1
     last = max((i for i, fqn in enumerate(order) if plan.in_block(fqn)), default=-1)
-    before = sum(ranks.all_gather(sum(len(ids) for ids in batches))[: ranks.rank])
     copies: dict[int, Any] = {}
     dense = {fqn: [copy_shared_states(call, copies) for call in made] for fqn, made in calls.items()}
+    before = sum(ranks.all_gather(sum(map(len, batches)))[: ranks.rank])
     pruning = _Pruning(access, plan, plan.build(), ranks, before, fisher or FisherDiagonal(), last, dense)
     started = time.perf_counter()
     for block, runs in each_block(access, found, calls, list(found.blocks)[start : last + 1]):
@@ -152,7 +151,7 @@ class _Pruning:
         plan: the patterns and pruners of its linears.
         pruners: the pruner of each rule.
         ranks: the processes.
-        before: calibration windows of the processes before this one.
+        before: calibration sequences of the processes before this one.
         fisher: mean squared gradients of the dense model's loss.
         last: index of the last block to prune; hidden states are not needed after it.
         dense: each block's calls on the dense stream, with what dense blocks hand one another.
@@ -226,33 +225,17 @@ class _Pruning:
         firsts: dict[tuple[PlannedRule, str], tuple[str, PruneResult]] = {}  # of each group, whose figures count
         decisions = decide_all(block, asked, self.pruners, stats, self.ranks) if asked else iter(())
         with WeightHashes() as hashes:
-            for name, decision in chain(decisions, self.whole(block, by_rule)):
-                rule, result, seconds = decision.rule, decision.result, decision.seconds
-                linear, pattern = block.linears[name], by_rule[rule][name]
+            for name, decision in chain(decisions, self._whole(block, by_rule)):
+                rule, result, linear = decision.rule, decision.result, block.linears[name]
                 hashes.add(linear)
                 keeps[name] = to_host(result.keep)
                 write(linear, result)
-                shape = (linear.out_features, linear.in_features)
                 of = firsts.setdefault((rule, result.group), (name, result)) if result.group else (name, result)
-                info = {k: float(v) for k, v in of[1].info.items()}
-                history = {k: tuple(map(float, v)) for k, v in of[1].history.items()}
-                zeros = sparsity_of(result.keep)
-                layers[name] = LayerReport(
-                    name,
-                    rule.label,
-                    str(pattern),
-                    shape,
-                    pattern.sparsity,
-                    zeros,
-                    seconds,
-                    info,
-                    history,
-                    of[0] if result.group else "",
-                )
+                layers[name] = _layer_report(name, by_rule[rule][name], decision, *of)
                 images[name] = of[1].images
             masks = {
-                name: MaskEntry(keeps[name], str(patterns[name]), rule.label, *hashes[name])
-                for rule, patterns in by_rule.items()
+                name: MaskEntry(keeps[name], layers[name].pattern, layers[name].pruner, *hashes[name])
+                for patterns in by_rule.values()
                 for name in patterns
             }
         if block.fqn in self.plan.dropped and (other := in_place_of(self.access, block.fqn)) is not None:
@@ -260,12 +243,23 @@ class _Pruning:
         hold_routers(block, asked, keeps)
         return tuple(layers[n] for n in masks), masks, {n: images[n] for n in masks}
 
-    def whole(self, block: Block, by_rule: ByRule) -> Iterator[tuple[str, Decision]]:
+    def _whole(self, block: Block, by_rule: ByRule) -> Iterator[tuple[str, Decision]]:
         """Yield what the rule that drops whole blocks means for its linears, if there is one."""
         depth = self.plan.depth
         if depth is not None and depth.rule in by_rule:
             for name, result in decide_whole(block, depth, list(by_rule[depth.rule])).items():
                 yield name, Decision(depth.rule, result, 0.0)
+
+
+def _layer_report(name: str, pattern: RulePattern, decision: Decision, first: str, shown: PruneResult) -> LayerReport:
+    """Report a pruned linear, with the figures of the first linear of its group."""
+    result = decision.result
+    return LayerReport(
+        name, decision.rule.label, str(pattern), (result.keep.shape[0], result.keep.shape[1]),
+        target=pattern.sparsity, sparsity=sparsity_of(result.keep), seconds=decision.seconds,
+        info={k: float(v) for k, v in shown.info.items()},
+        history={k: tuple(map(float, v)) for k, v in shown.history.items()}, group=first if result.group else "",
+    )  # fmt: skip
 
 
 def hold_routers(block: Block, by_rule: ByRule, masks: Mapping[str, Tensor]) -> None:

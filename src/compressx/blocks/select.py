@@ -10,21 +10,22 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain, islice
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from compressx.api.patterns import FixedMask, Pattern, RulePattern
-from compressx.api.pruner import AnyPruner, Block, Linear, PruneResult, Statistic, statistic_of
-from compressx.blocks.contract import Checksums, ask
-from compressx.blocks.exchange import combine, exchange
-from compressx.blocks.observe import Observed, is_routed, observe, place_after, refuse_missed
+from compressx.api.pruner import AnyPruner, Block, Linear, PruneResult, statistic_of
+from compressx.blocks.contract import ask
+from compressx.blocks.observe import Observed, is_routed, observe, refuse_missed
 from compressx.models.access import new_weight
 from compressx.planning.plan import PlannedRule
 from compressx.runtime.errors import UnsupportedModelError, memory_named
 from compressx.runtime.finite import refuse_damage
-from compressx.runtime.ranks import ALONE, Ranks, assign
+from compressx.runtime.ranks import ALONE, Ranks
 from compressx.runtime.timing import synchronize
 
 Built: TypeAlias = Mapping[PlannedRule, tuple[AnyPruner, AnyPruner | None]]
@@ -63,7 +64,7 @@ def gather(
         pruners: of each rule.
         passes: each runs the block on one batch.
         ranks: the processes, each with batches of its own; statistics are those of all.
-        before: calibration windows of the processes before this one.
+        before: calibration sequences of the processes before this one.
 
     Returns:
         By linear name, then by the role that asked.
@@ -74,54 +75,80 @@ def gather(
     """
     refuse_damage(block.module, block.fqn)
     wanted: Stats = {}
-    asking: dict[tuple[str, str], Callable[[], Statistic | None]] = {}
     for rule, names in by_rule.items():
+        asking = zip(_ROLES, (rule.pruner, rule.reconstructor), pruners[rule], strict=True)
+        both = [(role, spec.name, pruner) for role, spec, pruner in asking if spec is not None and pruner is not None]
         for name in names:
-            specs = (rule.pruner, rule.reconstructor)
-            ask = {
-                role: partial(statistic_of, spec.name, pruner, block, name)
-                for role, spec, pruner in zip(_ROLES, specs, pruners[rule], strict=True)
-                if spec is not None and pruner is not None
-            }
-            by = {role: spec.name for role, spec in zip(_ROLES, specs, strict=True) if spec is not None}
-            wanted[name] = {role: Observed(s, by[role]) for role, fresh in ask.items() if (s := fresh()) is not None}
-            asking |= {(name, role): fresh for role, fresh in ask.items()}
-            for observed in wanted[name].values() if before else ():
-                place_after(observed.statistic, before)
+            wanted[name] = {}
+            for role, plugin, pruner in both:
+                fresh = partial(statistic_of, plugin, pruner, block, name)
+                if (statistic := fresh()) is not None:
+                    wanted[name][role] = Observed(statistic, plugin, fresh)
+    if before:
+        _place_after(wanted, before)
     with memory_named(f"statistics of {block.fqn}"):
         reached = observe(block.linears, wanted, passes)
     if ranks.size > 1:
         reached = set().union(*ranks.all_gather(sorted(reached)))
-        _combine(block, wanted, asking, ranks)
+        _combine(block, wanted, ranks)
     missable = {n for n, stats in wanted.items() if all(is_routed(x.statistic) for x in stats.values())}
     refuse_missed(wanted.keys() - missable, reached)
     return wanted
 
 
-def _combine(
-    block: Block, wanted: Stats, asking: Mapping[tuple[str, str], Callable[[], Statistic | None]], ranks: Ranks
-) -> None:
+def _place_after(wanted: Stats, sequences: int) -> None:
+    """Tell statistics that want to know how many sequences other processes see before this one's."""
+    for observed in chain(*(stats.values() for stats in wanted.values())):
+        after: Callable[[int], None] | None = getattr(observed.statistic, "after", None)
+        if after is not None:
+            after(sequences)
+
+
+def _combine(block: Block, wanted: Stats, ranks: Ranks) -> None:
     """Replace every statistic by that of all processes."""
     holders: dict[Observed, list[tuple[str, str]]] = {}
     for name, stats in wanted.items():
         for role, observed in stats.items():
             holders.setdefault(observed, []).append((name, role))
-    groups = list(holders.values())
-    named = [[f"{role} {name}" for name, role in group] for group in groups]
+    named = [[f"{role} {name}" for name, role in group] for group in holders.values()]
     if any(other != named for other in ranks.all_gather(named)):
         raise UnsupportedModelError(
             f"{block.fqn}: its linears share inputs in one process and not in another, so that statistics cannot be "
             "added up; use one process"
         )
     for observed, group in holders.items():
-        merged = Observed(combine(ranks, observed.statistic, asking[group[0]]))
+        merged = combined(ranks, observed)
         for name, role in group:
             wanted[name][role] = merged
 
 
+def combined(ranks: Ranks, observed: Observed) -> Observed:
+    """Return a statistic of all processes.
+
+    Sums are added in float64, so that the number of processes hardly affects them, and written into this process's
+    tensors. Tensors to concatenate (`cat`) update a fresh statistic in the order of the processes.
+    """
+    tensors = observed.statistic.tensors().values()
+    for tensor, reduction in tensors:
+        if reduction != "cat":
+            wide = tensor.double() if reduction == "sum" else tensor
+            ranks.all_reduce_(wide, reduction)
+            tensor.copy_(wide)
+    joined = [tensor for tensor, reduction in tensors if reduction == "cat"]
+    if not joined:
+        return observed
+    merged = observed.fresh()
+    assert merged is not None  # noqa: S101 - `statistic` was created the same way
+    for tensor in joined:
+        for part in ranks.all_gather(tensor):
+            merged.update(part.to(tensor.device))
+    return replace(observed, statistic=merged)
+
+
 def decide_all(
-    block: Block, by_rule: ByRule, pruners: Built, stats: Stats, ranks: Ranks, kept: PreparedValues | None = None
-) -> Iterator[tuple[str, Decision]]:
+    block: Block, by_rule: ByRule, pruners: Built, stats: Stats, ranks: Ranks = ALONE,
+    kept: PreparedValues | None = None,
+) -> Iterator[tuple[str, Decision]]:  # fmt: skip
     """Decide for all linears of a block, each process for its share of them.
 
     What pruners need to see whole is decided first. The other decisions are yielded one by one, so that a caller who
@@ -139,48 +166,36 @@ def decide_all(
         Each linear's name and what was decided for it.
 
     Raises:
-        PluginError: as `decide`, or a pruner has changed what it was not asked about.
+        PluginError: as `decide`.
     """
     tasks = [(rule, names) for rule, patterns in by_rule.items() for names in _split(rule, patterns, stats)]
     tasks.sort(key=lambda task: task[0].separable)
-    first = sum(not rule.separable for rule, _ in tasks)
-    turns = [tasks[:first], *([task] for task in tasks[first:])] if ranks.size == 1 else [tasks]
-    untouched = Checksums(block, [rule.label for rule in by_rule])
-    synchronize(_device(block))  # what gathering and summing left to do is not a pruner's time
-    for turn in turns:
-        for name, decision in _in_turn(block, turn, by_rule, pruners, stats, untouched, ranks, kept):
-            yield name, decision
-            untouched.written(name)
-    untouched.refuse_changes()
-
-
-def _in_turn(
-    block: Block, tasks: Sequence[tuple[PlannedRule, Sequence[str]]],
-    by_rule: ByRule, pruners: Built, stats: Stats, untouched: Checksums, ranks: Ranks, kept: PreparedValues | None,
-) -> Iterator[tuple[str, Decision]]:  # fmt: skip
-    """Decide some tasks, each on one process, and only then yield what was decided."""
     sizes = [sum(block.linears[n].held.numel() for n in names) for _, names in tasks]
-    owners = assign(sizes, ranks.size)
-    mine: dict[int, Mapping[str, PruneResult]] = {}
-    seconds = [0.0] * len(tasks)
-    for i, (rule, names) in enumerate(tasks):
-        if owners[i] == ranks.rank:
-            started = time.perf_counter()
-            patterns = {n: by_rule[rule][n] for n in names}
-            mine[i] = decide(rule, pruners[rule], block, patterns, stats, untouched, kept)
-            synchronize(_device(block))
-            seconds[i] = time.perf_counter() - started
+    device = next(iter(block.linears.values())).held.device
+
+    def work(task: tuple[PlannedRule, Sequence[str]]) -> tuple[Mapping[str, PruneResult], float]:
+        rule, names = task
+        started = time.perf_counter()
+        results = decide(rule, pruners[rule], block, {n: by_rule[rule][n] for n in names}, stats, kept)
+        synchronize(device)
         for name in names:
             del stats[name]
-    seconds = [sum(each) for each in zip(*ranks.all_gather(seconds), strict=True)]
-    for i, results in enumerate(exchange(ranks, owners, mine, _device(block))):
-        for name, result in results.items():
-            part = seconds[i] * block.linears[name].held.numel() / sizes[i]
-            yield name, Decision(tasks[i][0], result, part)
+        return results, time.perf_counter() - started
+
+    synchronize(device)  # what gathering and summing left to do is not a pruner's time
+    decided = ranks.divided(tasks, sizes, work)
+    whole = [*islice(decided, sum(not rule.separable for rule, _ in tasks))]  # before any of them is written
+    for (rule, _), size, (results, seconds) in zip(tasks, sizes, chain(whole, decided), strict=True):
+        for name, told in results.items():
+            result = _received(told, device)
+            yield name, Decision(rule, result, seconds * result.keep.numel() / size)
 
 
-def _device(block: Block) -> torch.device:
-    return next(iter(block.linears.values())).held.device
+def _received(result: Any, device: torch.device) -> PruneResult:
+    """Return a result, on a device where another process has sent it."""
+    if isinstance(result, PruneResult):
+        return result
+    return PruneResult(**tree_map_only(Tensor, lambda x: x.to(device), result))
 
 
 def _split(rule: PlannedRule, patterns: Mapping[str, RulePattern], stats: Stats) -> list[list[str]]:
@@ -194,46 +209,33 @@ def _split(rule: PlannedRule, patterns: Mapping[str, RulePattern], stats: Stats)
 
 
 def decide(
-    rule: PlannedRule,
-    built: tuple[AnyPruner, AnyPruner | None],
-    block: Block,
-    patterns: Mapping[str, RulePattern],
-    stats: Stats,
-    untouched: Checksums,
-    kept: PreparedValues | None = None,
-) -> Mapping[str, PruneResult]:
+    rule: PlannedRule, built: tuple[AnyPruner, AnyPruner | None], block: Block, patterns: Mapping[str, RulePattern],
+    stats: Stats, kept: PreparedValues | None = None,
+) -> Mapping[str, PruneResult]:  # fmt: skip
     """Ask a rule's selector, then its reconstructor if it has one, and check each answer.
 
     Raises:
         PluginError: an answer that breaks the contract of `compressx.Pruner`; the message names plugin and linear.
     """
-
-    def asked(role: str, plugin: str, pruner: AnyPruner, patterns: Mapping[str, Pattern]) -> Mapping[str, PruneResult]:
-        observed = {n: stats[n][role] for n in patterns if role in stats[n]}
-        mine = None if kept is None else kept.setdefault((rule, role), {})
-        return ask(plugin, pruner, block, patterns, observed, untouched, mine)
-
-    selector, reconstructor = built
-    selected = asked("selects", rule.pruner.name, selector, patterns)
-    if reconstructor is None:
-        return selected
-    fixed = {n: FixedMask(r.keep, patterns[n]) for n, r in selected.items()}
-    assert rule.reconstructor is not None  # noqa: S101 - built together
-    return _joined(selected, asked("reconstructs", rule.reconstructor.name, reconstructor, fixed))
+    results: Mapping[str, PruneResult] = {}
+    asked: Mapping[str, Pattern] = patterns
+    for role, spec, pruner in zip(_ROLES, (rule.pruner, rule.reconstructor), built, strict=True):
+        if spec is not None and pruner is not None:
+            observed = {n: stats[n][role] for n in asked if role in stats[n]}
+            mine = None if kept is None else kept.setdefault((rule, role), {})
+            answer = ask(spec.name, pruner, block, asked, observed, mine)
+            results = {name: _joined(results[name], new) for name, new in answer.items()} if results else answer
+            asked = {n: FixedMask(r.keep, patterns[n]) for n, r in results.items()}
+    return results
 
 
-def _joined(selected: Mapping[str, PruneResult], rebuilt: Mapping[str, PruneResult]) -> dict[str, PruneResult]:
-    """Add the selector's figures to the reconstructor's answer; a group stays one if all figures are its."""
-
-    def join(first: PruneResult, second: PruneResult) -> PruneResult:
-        shown = [x for x in (first, second) if x.info or x.images or x.history]
-        groups = {x.group for x in shown}
-        return replace(
-            second, info={**first.info, **second.info}, images={**first.images, **second.images},
-            history={**first.history, **second.history}, group=groups.pop() if len(groups) == 1 else "",
-        )  # fmt: skip
-
-    return {name: join(selected[name], result) for name, result in rebuilt.items()}
+def _joined(first: PruneResult, second: PruneResult) -> PruneResult:
+    """Add the selector's figures to the reconstructor's result; a group stays one if all figures are its."""
+    groups = {x.group for x in (first, second) if x.info or x.images or x.history}
+    return replace(
+        second, info={**first.info, **second.info}, images={**first.images, **second.images},
+        history={**first.history, **second.history}, group=groups.pop() if len(groups) == 1 else "",
+    )  # fmt: skip
 
 
 def write(linear: Linear, result: PruneResult) -> None:

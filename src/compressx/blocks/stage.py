@@ -21,8 +21,7 @@ from compressx.planning.plan import Plan
 from compressx.report import figures
 from compressx.report.section import Column, Section, Value, counted, number_of, shaded, table
 from compressx.runtime.code import __version__
-from compressx.runtime.errors import Mistakes
-from compressx.runtime.ranks import refuse_few_windows
+from compressx.runtime.errors import CalibrationError, Mistakes
 from compressx.stages.state import RunState, Stage
 
 _SECONDS = Column("seconds", ".1f")
@@ -45,7 +44,7 @@ class ChooseBlocks(Stage):
                     state.pruned_against, depth, state.mine, ranks,
                     lambda i, n: state.report_progress("calibrate", i, n, "blocks scored"),
                 )  # fmt: skip
-            store.score(ranks.broadcast(scores), ranks.broadcast(chosen))
+            store.score(*ranks.broadcast((scores, chosen)))
         state.plan = state.plan.scored(store.scores, store.chosen)
         with state.loaded.at("prune", depth.rule.index):
             if not state.recipe.of_difference:
@@ -94,9 +93,11 @@ class Prune(Stage):
     def check(self, state: RunState, plan: Plan | None, mistakes: Mistakes) -> None:
         """Refuse fewer calibration windows than processes, if the plan calibrates."""
         calibration = state.recipe.calibration
-        if plan is not None and plan.needs_calibration and calibration is not None:
-            with mistakes.collected(), state.loaded.at("calibration"):
-                refuse_few_windows(calibration.samples, state.ranks.size)
+        if plan is None or not plan.needs_calibration or calibration is None:
+            return
+        if (few := calibration.samples) < state.processes:
+            where = state.loaded.where("calibration", "samples")
+            mistakes.add(CalibrationError(f"{where}: {few} sequences are fewer than the {state.processes} processes"))
 
     def run(self, state: RunState) -> None:
         """Prune; the plan is final."""
@@ -120,7 +121,7 @@ class Prune(Stage):
                 store.add(state.access, block.report, drawn, block.masks, streams_left)
                 _report(state, block.report, total)
                 del block, streams_left  # frees the masks, which are on disk
-        if state.ranks.first:
+        if state.first:
             state.report_progress("save", 0, 1)
             store.finish()
         _describe(state)
@@ -136,7 +137,7 @@ def _report(state: RunState, report: BlockReport, total: int) -> None:
     """Log a pruned block, and report it to the progress bar and to plugins."""
     state.log.block(report, len(state.blocks), total)
     state.report_progress("prune", len(state.blocks), total)
-    if state.ranks.first:
+    if state.first:
         state.plugins.manager.hook.compressx_block_pruned(report=report)
 
 

@@ -115,8 +115,7 @@ def launch(number: int, left: str) -> int:
 
 def _print_failures(failures: Mapping[int, Any], left: str) -> int:
     """Print why processes failed, by rank, each reason once, and return the exit status."""
-    from compressx.runtime.errors import printable
-    from compressx.runtime.ranks import ANOTHER_ENDED
+    from compressx.runtime.errors import ANOTHER_ENDED, printable
 
     by_time = sorted(failures.items(), key=lambda item: item[1].timestamp)
     own = [f for _, f in by_time if f.exitcode > 0 and f.message != ANOTHER_ENDED]

@@ -246,6 +246,11 @@ def new_weight(linear: Linear, keep: Tensor, weight: Tensor | None) -> Tensor:
     return torch.where(keep, held, base)
 
 
+def in_its_dtype(linear: Linear, weight: Tensor) -> Tensor:
+    """Return a new weight in the dtype of the module's; a difference, which is added to the base's first, as it is."""
+    return weight if linear.base is not None else weight.to(linear.held.dtype)
+
+
 def weights_fingerprint(access: Access) -> str:
     """Return the sha256 (hexadecimal) of every parameter and stored buffer with its name, dtype and shape."""
     digest = hashlib.sha256()

@@ -402,6 +402,8 @@ def copy_shared_states(call: BlockCall, copies: dict[int, Any] | None = None) ->
     `copies` are those made already, by id of the original: several blocks' calls get the same copy.
     """
     made = {} if copies is None else copies
+    if not shared_states(call):
+        return call
 
     def own(value: Any) -> Any:
         return made.setdefault(id(value), copy.copy(value)) if isinstance(value, UserDict) else value

@@ -11,16 +11,15 @@ without gradients.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
 
-from compressx.runtime.ranks import ALONE, Ranks
 from compressx.runtime.transfer import to_device
 
 
-def channel_weights(targets: Iterable[Tensor], ranks: Ranks = ALONE) -> Tensor:
+def channel_weights(targets: Iterable[Tensor], add_up: Callable[[Tensor], None] = lambda _: None) -> Tensor:
     """Return each channel's weight: one over the square root of its share in a token's sum of squares.
 
     Dividing by the whole share would weight all channels equally, however small; not dividing, only the largest would
@@ -28,13 +27,13 @@ def channel_weights(targets: Iterable[Tensor], ranks: Ranks = ALONE) -> Tensor:
 
     Args:
         targets: dense block outputs, each [batch, tokens, width].
-        ranks: the processes; shares are means over the tokens of all.
+        add_up: adds to a tensor, in place, those of other tokens; shares are means over all of them.
 
     Returns:
         float32 [width], on the device of the targets.
     """
     sums = torch.stack([shares_of(x.float()).sum(dim=(0, 1), dtype=torch.float64) for x in targets]).sum(dim=0)
-    total = torch.stack(ranks.gather_tensors(sums.cpu())).sum(dim=0)
+    add_up(total := sums.cpu())
     share = total / total.sum().clamp_min(1.0)
     # Bounds the weight of a channel that is always zero.
     return share.clamp_min(torch.finfo(torch.float32).eps).rsqrt().float().to(sums.device)

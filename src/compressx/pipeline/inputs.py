@@ -59,13 +59,13 @@ class Inputs(Stage):
     def run(self, state: RunState) -> None:
         """Read and open; the weights come last, or when text is to be generated with them."""
         state.report_progress("calibrate", 0, 1)
-        read_all(state, partial(_generated, state), evaluated=state.ranks.first)
+        read_all(state, partial(_generated, state), evaluated=state.first)
         state.report_progress("load", 1, 2)
         state.access = state.open()
         choose_arithmetic(state)
         if state.folder is None:
             return
-        state.inputs = state.ranks.broadcast(_inputs(state) if state.ranks.first else {})
+        state.inputs = state.by_first(partial(_inputs, state))
         state.store = Journal(state.folder, state.inputs, state.ranks, state.timing)
 
 
@@ -144,28 +144,27 @@ def _generated(state: RunState, settings: Generate, length: int) -> Tensor:
 
     def compute() -> list[list[int]]:
         ids = sample_sequences(
-            access.model, first, settings, length,
+            access.model, first_token(state.tokenizer, access.model), settings, length,
             lambda i, n: state.report_progress("calibrate", i, n, "sequences generated"),
         )  # fmt: skip
         written: list[list[int]] = ids.tolist()
         return written
 
-    sequences: list[list[int]] = []
-    if state.ranks.first:
-        first = first_token(state.tokenizer, access.model)
+    def cached() -> list[list[int]]:
         token = conint(ge=0, lt=text_config(access.model).vocab_size)
         kind = conlist(conlist(token, min_length=length, max_length=length), min_length=settings.samples)
         key = {
             "settings": settings.model_dump(mode="json"),
             "length": length,
-            "first": first,
+            "first": first_token(state.tokenizer, access.model),
             "model": weights_fingerprint(access) if state.checkpoint is not None else "",
             "config": config_fingerprint(access.model),
             "device": access.device.type,
             "versions": code_versions(),
         }
-        sequences = state.cached(key, compute, "generated", kind)
-    return torch.tensor(state.ranks.broadcast(sequences))
+        return state.cached(key, compute, "generated", kind)
+
+    return torch.tensor(state.by_first(cached))
 
 
 def choose_arithmetic(state: RunState) -> None:
@@ -177,8 +176,7 @@ def choose_arithmetic(state: RunState) -> None:
     chosen = None if state.folder is None else recorded_arithmetic(state.folder)
     if recipe.compute_dtype != "auto" or chosen is None:
         chosen = run_arithmetic(recipe.compute_dtype, state.access.model.dtype, state.device, training=training)
-    # The processes' rates differ.
-    state.arithmetic = chosen = Arithmetic(**state.ranks.broadcast(dataclasses.asdict(chosen)))
+    state.arithmetic = chosen = state.by_first(partial(lambda x: x, chosen), Arithmetic)  # rates differ
     state.note(f"compute_dtype: {chosen}")
     named = {"compute_dtype": chosen.dtype} if chosen.dtype in get_args(ComputeDtype) else {}
     state.loaded = dataclasses.replace(state.loaded, recipe=recipe.model_copy(update=named))
@@ -206,7 +204,7 @@ def _inputs(state: RunState) -> dict[str, Any]:
         "versions": code_versions(),
         "device": access.device.type,
         "deterministic": recipe["deterministic"],
-        "processes": state.ranks.size,
+        "processes": state.processes,
     }
 
 

@@ -11,9 +11,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any
-
-from pydantic import TypeAdapter
+from typing import Any, cast
 
 from compressx.api.record import RunReport, total_sparsity
 from compressx.evaluation.evaluators import with_evaluators
@@ -37,13 +35,11 @@ from compressx.runtime.errors import RecipeError, noted
 from compressx.runtime.files import atomic_write, json_text
 from compressx.runtime.machine import command, machine
 from compressx.runtime.modes import deterministic, reuse_freed_memory, torchs_own_modes
-from compressx.runtime.ranks import Ranks, joined_ranks
+from compressx.runtime.ranks import joined_ranks
 from compressx.runtime.timing import Timing, forget_peaks, peak_gpu_bytes, peak_resident_bytes
 from compressx.stages.log import run_log
 from compressx.stages.state import Progress, RunState
 from compressx.stages.store import kept_in
-
-_REPORT = TypeAdapter(RunReport)
 
 
 def loaded_recipe(
@@ -133,11 +129,10 @@ def run(
         )  # fmt: skip
         with deterministic(state.recipe.deterministic, where), memory_advised(state), noted(lambda: _kept(state)):
             if resume and _is_finished_before(state):
-                report = read_report(state.recipe.output) if ranks.first else None
+                report = read_report(state.recipe.output) if state.first else None
             else:
                 report = _run(state, resume=resume, restart=restart)
-        received = ranks.broadcast({} if report is None else dataclasses.asdict(report))
-        return _REPORT.validate_python(received) if report is None else report
+        return state.by_first(lambda: cast("RunReport", report), RunReport)
 
 
 def _kept(state: RunState) -> str:
@@ -146,12 +141,15 @@ def _kept(state: RunState) -> str:
 
 def _is_finished_before(state: RunState) -> bool:
     """Return whether nothing is left to resume: the run of this recipe is finished, and no other has begun."""
-    output, finished = state.recipe.output, False
-    if state.ranks.first and not unfinished(output):
+    output = state.recipe.output
+
+    def looked_up() -> bool:
         with state.loaded.at("output"):
-            if finished := is_finished(state.loaded, replace=state.replace):
+            if found := not unfinished(output) and is_finished(state.loaded, replace=state.replace):
                 forget_blocks(output.expanduser())  # if it was killed before it could
-    if finished := state.ranks.broadcast(finished):
+        return found
+
+    if finished := state.by_first(looked_up):
         state.note(f"{output} is finished; nothing is left to resume")
     return finished
 
@@ -160,12 +158,12 @@ def _run(state: RunState, *, resume: bool, restart: bool) -> RunReport | None:
     """Run all stages. Only the first process evaluates, writes, and returns a report."""
     forget_peaks()
     output = state.recipe.output
-    if state.ranks.first:
+    if state.first:
         with state.loaded.at("output"):
             check_unfinished(output, resume=resume, restart=restart)
     state.report_progress("load", 0, 2)
     prepare(state)
-    if state.ranks.first and (earlier := earlier_run(state.loaded)):
+    if state.first and (earlier := earlier_run(state.loaded)):
         state.note(f"replaces {earlier}")
     state.log.write(logging.WARNING, state.plan.warning)
     checkpoint = state.checkpoint
@@ -173,10 +171,10 @@ def _run(state: RunState, *, resume: bool, restart: bool) -> RunReport | None:
     state.open = functools.cache(lambda: opened(state))
     state.dense = lambda: open_model(checkpoint, False, state.device).model
     options = {"resume": resume, "restart": restart, "replace": state.replace}
-    with _folder(output, options, state.ranks) as state.folder:
+    with _folder(state, output, options) as state.folder:
         state.log.open(state.folder)
         walk(state)
-        if not state.ranks.first:
+        if not state.first:
             return None
         report = _write_reports(state, state.folder)
         state.log.close()  # Windows renames no folder with an open file
@@ -185,14 +183,10 @@ def _run(state: RunState, *, resume: bool, restart: bool) -> RunReport | None:
 
 
 @contextlib.contextmanager
-def _folder(output: Path, options: Mapping[str, Any], ranks: Ranks) -> Iterator[Path]:
+def _folder(state: RunState, output: Path, options: Mapping[str, Any]) -> Iterator[Path]:
     """Yield the folder that the first process fills."""
-    if not ranks.first:
-        yield Path(ranks.broadcast(""))
-        return
-    with output_folder(output, **options) as folder:
-        ranks.broadcast(str(folder))
-        yield folder
+    with contextlib.ExitStack() as opened_by_first:
+        yield state.by_first(lambda: opened_by_first.enter_context(output_folder(output, **options)), Path)
 
 
 def _write_reports(state: RunState, folder: Path) -> RunReport:

@@ -66,7 +66,7 @@ def _find_model(state: RunState, mistakes: Mistakes) -> None:
 def walk(state: RunState) -> None:
     """Run every stage."""
     for stage in STAGES:
-        if stage.everywhere or state.ranks.first:
+        if stage.everywhere or state.first:
             stage.run(state)
 
 

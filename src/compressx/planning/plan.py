@@ -7,6 +7,7 @@ import inspect
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from pydantic import BaseModel
@@ -36,12 +37,12 @@ class PlannedRule:
     reconstructor: PrunerSpec | None
     reconstructor_options: BaseModel | None
 
-    @property
+    @cached_property
     def separable(self) -> bool:
         """Whether its pruners decide each linear apart."""
         return all(spec.separable for spec in self._specs)
 
-    @property
+    @cached_property
     def label(self) -> str:
         """The pruner's name, and after a `+` the reconstructor's."""
         return "+".join(spec.name for spec in self._specs)
@@ -51,7 +52,7 @@ class PlannedRule:
         """Whether one of its pruners reads `Block.sensitivities`."""
         return any(spec.reads_sensitivities for spec in self._specs)
 
-    @property
+    @cached_property
     def _specs(self) -> list[PrunerSpec]:
         return [spec for spec in (self.pruner, self.reconstructor) if spec is not None]
 

@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
 
+ANOTHER_ENDED = "another process of this run has ended; see its own message for the reason"
+"""The message of a process whose part in the run is over by no fault of its own."""
+
+
 class CompressxError(Exception):
     """An error that the user can fix; shown as a message without a traceback."""
 

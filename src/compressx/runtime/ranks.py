@@ -1,4 +1,4 @@
-"""The processes of one run under `torchrun`: collectives for tensors and for plain data.
+"""The processes of one run under `torchrun`: what they share out, add up and tell one another.
 
 Every process handles the same blocks in the same order, each with its own share of the calibration text.
 """
@@ -8,29 +8,29 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from datetime import timedelta
 from itertools import count
+from numbers import Real
+from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
 import torch
+from safetensors.torch import load, save
 from torch import Tensor, distributed
 
-from compressx.runtime.errors import CalibrationError, CompressxError
+from compressx.runtime.errors import ANOTHER_ENDED, CompressxError
 
-_Plain = TypeVar("_Plain", bound="str | int | float | list[Any] | dict[str, Any] | None")
-"""JSON data, with infinity and NaN. Tuples would arrive as lists, and keys are strings."""
+_Task = TypeVar("_Task")
+_Value = TypeVar("_Value")
 
 _groups = count()
 """Numbers a process's runs, because the keys of earlier ones are still in `torchrun`'s store."""
 
 _TIMEOUT = timedelta(days=1)
 """One process may evaluate or solve for hours while the others wait; `torchrun` ends all when one dies."""
-
-ANOTHER_ENDED = "another process of this run has ended; see its own message for the reason"
-"""The message of a process whose part in the run is over by no fault of its own."""
 
 _LOST = re.compile("Connection (closed|reset) by peer|Broken pipe|remote process exited")
 """The backends' messages when another process has ended."""
@@ -53,32 +53,46 @@ class Ranks:
         """Whether this process writes files and prints."""
         return self.rank == 0
 
-    def share(self, windows: Tensor) -> Tensor:
-        """Return this process's contiguous share of the windows [windows, tokens]; sizes differ by 1 at most.
+    def share(self, sequences: Tensor) -> Tensor:
+        """Return this process's contiguous share of the sequences [sequences, tokens]; sizes differ by 1 at most."""
+        return torch.tensor_split(sequences, self.size)[self.rank]
 
-        Raises:
-            CalibrationError: fewer windows than processes.
+    def divided(
+        self, tasks: Sequence[_Task], sizes: Sequence[int], work: Callable[[_Task], _Value]
+    ) -> Iterator[_Value]:
+        """Yield what `work` makes of each task, which is done by one process. One alone does it when it is asked for.
+
+        Args:
+            tasks: the same in all processes.
+            sizes: how much work each is.
+            work: does a task. The other processes get what it returns as `broadcast` says.
         """
-        refuse_few_windows(len(windows), self.size)
-        return torch.tensor_split(windows, self.size)[self.rank]
+        if self.size == 1:
+            yield from map(work, tasks)
+            return
+        owners = assign(sizes, self.size)
+        mine = {i: work(task) for i, task in enumerate(tasks) if owners[i] == self.rank}
+        for i, owner in enumerate(owners):
+            yield cast("_Value", self.broadcast(mine.pop(i, None), owner))
 
-    def broadcast(self, value: _Plain, source: int = 0) -> _Plain:
-        """Return the plain data of process `source`; the other processes' argument is ignored."""
+    def broadcast(self, value: _Value, source: int = 0) -> _Value:
+        """Return the value of process `source`; the other processes' argument is ignored.
+
+        They get tensors on the CPU, and all else as JSON has it: lists for tuples, and dictionaries for dataclasses.
+        Nothing is pickled, which would run code on arrival.
+        """
         if self.size == 1:
             return value
-        encoded = _encoded(value)
-        length = torch.tensor(len(encoded))
-        self.broadcast_(length, source)
-        if source != self.rank:
-            encoded = torch.empty(int(length), dtype=torch.uint8)
-        self.broadcast_(encoded, source)
-        return cast("_Plain", _decoded(encoded))
+        mine = self.rank == source
+        sent = _encoded(value) if mine else torch.empty(0, dtype=torch.uint8)
+        distributed.broadcast(length := _exchangeable(torch.tensor(len(sent))), source)
+        sent = _exchangeable(sent if mine else torch.empty(int(length), dtype=torch.uint8))
+        distributed.broadcast(sent, source)
+        return value if mine else cast("_Value", _decoded(sent))
 
-    def all_gather(self, value: _Plain) -> list[_Plain]:
-        """Return every process's plain data, by rank."""
-        if self.size == 1:
-            return [value]
-        return [cast("_Plain", _decoded(part)) for part in self.gather_tensors(_encoded(value))]
+    def all_gather(self, value: _Value) -> list[_Value]:
+        """Return every process's value by rank, those of others as `broadcast` says."""
+        return [self.broadcast(value, source) for source in range(self.size)]
 
     def barrier(self) -> None:
         """Wait for all processes."""
@@ -94,40 +108,8 @@ class Ranks:
         if local is not tensor:
             tensor.copy_(local)
 
-    def broadcast_(self, tensor: Tensor, source: int) -> None:
-        """Replace a tensor by that of process `source`; shape and dtype must be the same in all processes."""
-        if self.size == 1:
-            return
-        local = _exchangeable(tensor).contiguous()
-        distributed.broadcast(local.view(-1).view(torch.uint8), src=source)  # as bytes: backends support few dtypes
-        if local is not tensor and source != self.rank:
-            tensor.copy_(local)
-
-    def gather_tensors(self, tensor: Tensor) -> list[Tensor]:
-        """Return every process's tensor, on this one's device; first dimensions may differ."""
-        if self.size == 1:
-            return [tensor]
-        lengths = torch.zeros(self.size, dtype=torch.int64)
-        lengths[self.rank] = len(tensor)
-        self.all_reduce_(lengths)
-        parts = [tensor.new_empty(length, *tensor.shape[1:]) for length in lengths.tolist()]
-        parts[self.rank] = tensor
-        for rank, part in enumerate(parts):
-            self.broadcast_(part, rank)
-        return parts
-
 
 ALONE = Ranks()
-
-
-def refuse_few_windows(windows: int, processes: int) -> None:
-    """Refuse to share windows among more processes.
-
-    Raises:
-        CalibrationError: fewer windows than processes.
-    """
-    if windows < processes:
-        raise CalibrationError(f"{windows} calibration windows are fewer than the {processes} processes")
 
 
 def assign(weights: Sequence[int], size: int) -> list[int]:
@@ -174,9 +156,24 @@ def _exchangeable(tensor: Tensor) -> Tensor:
 
 
 def _encoded(value: object) -> Tensor:
-    """Encode plain data as JSON in a tensor of bytes; pickle would run code on arrival."""
-    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    """Write a value as JSON beside its tensors, in the format of safetensors: uint8 [bytes]."""
+    tensors: dict[str, Tensor] = {}
+
+    def plain(x: Any) -> Any:
+        if isinstance(x, Tensor):
+            tensors[name := str(len(tensors))] = x.detach().cpu().clone(memory_format=torch.contiguous_format)
+            return {"tensor": name}
+        if isinstance(x, Real):
+            return float(x)
+        return str(x) if isinstance(x, Path) else vars(x) if is_dataclass(x) else dict(x)
+
+    text = json.dumps(value, default=plain).encode()
+    tensors["json"] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(save(tensors)), dtype=torch.uint8)
 
 
 def _decoded(encoded: Tensor) -> object:
-    return json.loads(encoded.numpy().tobytes())
+    tensors = load(encoded.cpu().numpy().tobytes())
+    return json.loads(
+        tensors["json"].numpy().tobytes(), object_hook=lambda x: tensors[x["tensor"]] if x.keys() == {"tensor"} else x
+    )

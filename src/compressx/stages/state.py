@@ -7,9 +7,10 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar, cast
 
 import torch
+from pydantic import TypeAdapter
 from torch import Tensor
 
 from compressx.api.exporter import ExporterSpec, PlannedModel
@@ -129,6 +130,21 @@ class RunState:
         given = validate_options(spec.options, export.options, lambda *loc: loaded.where("export", i, "options", *loc))
         with loaded.at("export", i), blamed_on(f"build of exporter {spec.name!r} failed"):
             return spec, spec.build(given)
+
+    @property
+    def processes(self) -> int:
+        """How many processes share the run."""
+        return self.ranks.size
+
+    @property
+    def first(self) -> bool:
+        """Whether this process is the one that writes and prints."""
+        return self.ranks.first
+
+    def by_first(self, work: Callable[[], _Value], kind: Any = Any) -> _Value:
+        """Return what `work` returns in the first process, which alone does it; the others are given it as a `kind`."""
+        value = self.ranks.broadcast(work() if self.first else cast("_Value", None))
+        return value if self.first else cast("_Value", TypeAdapter(kind).validate_python(value))
 
     @property
     def planned_model(self) -> PlannedModel:

@@ -2,7 +2,7 @@
 
 A block is finished when `state.json` lists it. That file is written last, after the block's weights, masks, report and
 matrices and the hidden states that enter the next block. Files of unfinished blocks are overwritten. The weights are
-written in the background (`models/behind.py`), and so is the record when they are on disk.
+written in the background (`WriteBehind`), and so is the record when they are on disk.
 
 Hidden states can be larger than all weights of a block. They are written when enough time has passed since the last
 writing, and only then are the blocks up to there finished. Blocks after them are pruned again by a run that resumes.
@@ -14,7 +14,7 @@ import dataclasses
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from typing import Any, Protocol
 
 from pydantic import TypeAdapter
 from torch import Tensor
+from typing_extensions import override
 
 from compressx.api.patterns import NM, Unstructured
 from compressx.api.record import AllocationReport, Arithmetic, BlockReport
@@ -101,7 +102,7 @@ class Store(Protocol):
         """Return to the state after the last finished block."""
 
     def masks_of(self, fqn: str) -> Mapping[str, MaskEntry]:
-        """Return the masks of a finished block."""
+        """Return the masks of a finished block; ArtifactError if their file is missing or damaged."""
 
     def finish(self) -> None:
         """Join the masks of all blocks, once all are finished."""
@@ -110,7 +111,7 @@ class Store(Protocol):
         """Return the masks of all blocks, once they are joined."""
 
 
-class InMemoryStore:
+class InMemoryStore(Store):
     """The finished blocks of a run that cannot be resumed.
 
     Args:
@@ -126,47 +127,48 @@ class InMemoryStore:
         self.chosen: Mapping[str, float] = {}
         self._masks: list[PackedMasks] = []
 
+    @override
     def allocate(self, allocated: Allocated) -> None:
-        """Keep the chosen sparsities."""
         self.allocated = allocated
 
+    @override
     def measure(self, measured: Mapping[str, Any]) -> None:
-        """Do nothing: nothing is resumed."""
+        pass
 
+    @override
     def score(self, scores: Mapping[str, float], chosen: Mapping[str, float]) -> None:
-        """Keep the scores of decoder blocks, and those that were chosen."""
         self.scores, self.chosen = scores, chosen
 
-    @contextmanager
-    def recording(self, access: Access) -> Iterator[None]:  # noqa: ARG002 - nothing is written
-        """Do nothing: the blocks are in memory."""
-        yield
+    @override
+    def recording(self, access: Access) -> AbstractContextManager[None]:
+        return nullcontext()
 
+    @override
     def add(
-        self, access: Access, report: BlockReport, matrices: Sequence[Matrices], masks: Mapping[str, MaskEntry],  # noqa: ARG002 - the weights are in the model
-        streams: HiddenStates,  # noqa: ARG002 - nothing is resumed
+        self, access: Access, report: BlockReport, matrices: Sequence[Matrices], masks: Mapping[str, MaskEntry],
+        streams: HiddenStates,
     ) -> None:  # fmt: skip
-        """Keep the masks of a block."""
         self.finished.append(report.fqn)
         self._masks.append(PackedMasks.of(masks))
 
-    def restore(self, access: Access, keep: Keep) -> tuple[list[BlockReport], list[Matrices], HiddenStates]:  # noqa: ARG002 - nothing is resumed
-        """Return nothing: every run is a new one."""
+    @override
+    def restore(self, access: Access, keep: Keep) -> tuple[list[BlockReport], list[Matrices], HiddenStates]:
         return [], [], HiddenStates(())
 
+    @override
     def masks_of(self, fqn: str) -> Mapping[str, MaskEntry]:
-        """Return the masks of a finished block."""
         return self._masks[self.finished.index(fqn)]
 
+    @override
     def finish(self) -> None:
-        """Do nothing: the masks are in memory."""
+        pass
 
+    @override
     def masks(self) -> MaskSet:
-        """Return the masks of all finished blocks."""
         return MaskSet(PackedMasks.joined(self._masks))
 
 
-class Journal:
+class Journal(Store):
     """The finished blocks of one run.
 
     Args:
@@ -200,9 +202,9 @@ class Journal:
         for left in self.blocks.glob(".*.partial") if ranks.first else ():  # of a run that was killed while it wrote
             left.unlink(missing_ok=True)
 
+    @override
     def allocate(self, allocated: Allocated) -> None:
-        """Record the chosen sparsities, in place of what was measured for them."""
-        self.allocated, self.measured = allocated, {}
+        self.allocated, self.measured = allocated, {}  # which are needed no more
         self._write()
 
     def measure(self, measured: Mapping[str, Any]) -> None:
@@ -210,8 +212,8 @@ class Journal:
         self.measured = measured
         self._record()()
 
+    @override
     def score(self, scores: Mapping[str, float], chosen: Mapping[str, float]) -> None:
-        """Record the scores of decoder blocks, and those that were chosen."""
         self.scores, self.chosen = scores, chosen
         self._write()
 
@@ -244,13 +246,6 @@ class Journal:
         They are written after the first block, and again when that takes at most `SHARE` of the time that has passed.
         All processes do so after the same blocks. The weights are written in the background, and the block is listed
         when they are on disk.
-
-        Args:
-            access: the model.
-            report: of the block.
-            matrices: to be drawn of it.
-            masks: masks of its linears, by name.
-            streams: hidden states that enter the next block; empty when none does, and then the block is finished.
 
         Raises:
             ArtifactError: a file of this block or the one before cannot be written; it then does not count as finished.
@@ -315,24 +310,16 @@ class Journal:
             states[stream].append(keep(state.to(access.device)))
         return reports, matrices, HiddenStates(**states)
 
+    @override
     def masks_of(self, fqn: str) -> Mapping[str, MaskEntry]:
-        """Return the masks of a finished block.
-
-        Raises:
-            ArtifactError: the file is missing or damaged.
-        """
         return read_masks(self._file(fqn, "masks.safetensors"))
 
+    @override
     def finish(self) -> None:
-        """Write the masks of all finished blocks to `masks.safetensors` in the run's folder.
-
-        Raises:
-            ArtifactError: as `join_masks`.
-        """
         join_masks(self._joined, [self._file(fqn, "masks.safetensors") for fqn in self.finished])
 
+    @override
     def masks(self) -> MaskSet:
-        """Return the masks that `finish` wrote."""
         return MaskSet.load(self._joined)
 
     def _open(self) -> None:

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from compressx.api.patterns import NM, UNIT_KINDS, RulePattern, Structured, UnitKind, Unstructured
 from compressx.api.pruner import AnyPruner, Block, PruneResult, PrunerSpec
-from compressx.blocks.contract import Checksums
 from compressx.blocks.fisher import fisher_diagonal
 from compressx.blocks.select import PreparedValues, Stats, decide, gather
 from compressx.models.access import InMemory
@@ -229,7 +228,6 @@ class Subject:
         stats = self.statistics(scene, rule) if stats is None else stats
         asked = self.by_linear(scene.block, claim)
         patterns = {name: asked[name] for name in names or asked}
-        untouched = Checksums(scene.block, [rule.label])
-        results = decide(rule, scene.pruners(rule), scene.block, patterns, stats, untouched, kept)
+        results = decide(rule, scene.pruners(rule), scene.block, patterns, stats, kept)
         expect(not torch.is_grad_enabled(), "it leaves gradients switched on")
         return results

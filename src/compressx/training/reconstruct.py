@@ -81,7 +81,7 @@ def reconstruct(
     held_out = min(math.ceil(len(passages) * HELD_OUT), len(passages) - 1)
     seen, unseen = passages[:-held_out], passages[-held_out:]
     with trainable(model, module, MaskSet(masks), biases=True) as parameters:
-        weights = channel_weights((p.target for p in passages), ranks) if channels is None else channels
+        weights = channel_weights((p.target for p in passages), ranks.all_reduce_) if channels is None else channels
         trained = _Trained(parameters, settings, weights)
         best, errors = [p.detach().clone() for p in trained.parameters], [trained.error(unseen, ranks)]
         for _ in trained.passes(seen, ranks):

@@ -59,7 +59,7 @@ class BlockReconstruction(Stage):
             ))  # fmt: skip
         for refuse in (refuse_nothing_held_out, refuse_uneven_steps):
             with mistakes.collected():
-                refuse(state.loaded, state.ranks.size)
+                refuse(state.loaded, state.processes)
 
     def sentences(self, report: RunReport) -> Iterator[str]:
         """Say that the blocks were trained."""

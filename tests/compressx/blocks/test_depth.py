@@ -15,7 +15,7 @@ from tests.compressx.depths import THIRD, planned
 from tests.compressx.processes import in_two, joined
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from compressx import PluginError, PrunerSpec, UnsupportedModelError, prune
+from compressx import PluginError, PrunerSpec, UnsupportedModelError
 from compressx.blocks.depth import Trials, choose_blocks, solved_beside
 from compressx.blocks.prune import prune_model
 from compressx.models.access import InMemory
@@ -97,13 +97,6 @@ def test_only_blocks_that_the_rule_targets_are_tried_and_go():
     scores, chosen = choose_blocks(InMemory(model), plan.depth, BATCHES)
     assert [*scores] == ["model.layers.1", "model.layers.2"]
     assert plan.scored(scores, chosen).dropped == (min(scores, key=lambda fqn: scores[fqn]),)
-
-
-def test_a_sparsity_of_zero_drops_nothing():
-    model = tiny_model("llama")
-    before = {name: x.clone() for name, x in model.state_dict().items()}
-    result = prune(model, None, {"prune": [{**THIRD, "sparsity": 0.0}]}, calibration=TOKENS)
-    assert all(torch.equal(x, before[name]) for name, x in result.model.state_dict().items())
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from torch.nn.functional import silu
 
 from compressx.api.pruner import Linear
 from compressx.api.statistics import Hessian
-from compressx.blocks.observe import Observed, inputs_watched, observe, outputs_watched
+from compressx.blocks.observe import Observed, linears_watched, observe
 from compressx.models.architecture import linears_of, survey
 from compressx.testing import tiny_tokens
 
@@ -90,7 +90,7 @@ def test_each_expert_is_observed_on_the_tokens_that_its_router_sends_it_as_they_
     ]
     linears = {n: x for n, x in survey(model).linears.items() if x.expert is not None}
     given: ROWS = {}
-    with inputs_watched(linears, lambda name, x: given.setdefault(name, []).append(x.double())):
+    with linears_watched(linears, lambda name, x: given.setdefault(name, []).append(x.double())):
         model(TOKENS, use_cache=False)
     for hook in hooks:
         hook.remove()
@@ -117,7 +117,7 @@ def test_experts_of_an_attention_are_observed_on_what_its_router_sends_them():
     experts.reduce = lambda x, topo: (mixed.append(x.flatten(0, 1)), reduce(x, topo))[1]  # [tokens, 2, features]
     linears = {n: x for n, x in survey(model).linears.items() if n.startswith(f"{home}.") and x.expert is not None}
     given: dict[str, Tensor] = {}
-    with inputs_watched(linears, given.__setitem__):
+    with linears_watched(linears, given.__setitem__):
         model(TOKENS, use_cache=False)
     hook.remove()
     assert len(given) == len(linears) == 8
@@ -156,7 +156,7 @@ def test_the_layout_is_read_from_the_shapes_where_transformers_kernels_do_not_sa
     numbers = torch.stack([torch.randperm(count)[:2] for _ in x])
     given: dict[str, Tensor] = {}
     gave: dict[str, Tensor] = {}
-    with inputs_watched(linears, given.__setitem__), outputs_watched(linears, gave.__setitem__):
+    with linears_watched(linears, given.__setitem__), linears_watched(linears, after=gave.__setitem__):
         module(x, numbers, torch.rand(20, 2))
     assert given.keys() == linears.keys()
     for name, linear in linears.items():
@@ -178,7 +178,7 @@ def test_gradients_at_an_experts_output_are_those_of_its_weight(name):
         output.register_hook(lambda gradient: at.__setitem__(name, gradient))
 
     plain = model(TOKENS, use_cache=False).logits
-    with inputs_watched(linears, lambda n, x: given.__setitem__(n, x.detach())), outputs_watched(linears, watch):
+    with linears_watched(linears, lambda n, x: given.__setitem__(n, x.detach())), linears_watched(linears, after=watch):
         logits = model(TOKENS, use_cache=False).logits
     assert torch.equal(logits, plain)
     logits.square().sum().backward()

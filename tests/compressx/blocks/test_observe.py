@@ -18,7 +18,7 @@ from compressx import PluginError, PruneResult, PrunerSpec
 from compressx.api.patterns import Unstructured, keep_mask
 from compressx.api.pruner import Block, Linear
 from compressx.api.statistics import Hessian
-from compressx.blocks.observe import Observed, inputs_watched, observe, outputs_watched, routing_watched
+from compressx.blocks.observe import Observed, linears_watched, observe, routing_watched
 from compressx.blocks.prune import prune_model
 from compressx.models.access import InMemory
 from compressx.models.architecture import survey
@@ -146,7 +146,7 @@ def test_what_comes_out_of_an_expert_is_the_product_of_what_goes_in_with_its_lin
     experts = {name: linear for name, linear in survey(model).linears.items() if linear.expert is not None}
     given: dict[str, Tensor] = {}
     gave: dict[str, Tensor] = {}
-    with inputs_watched(experts, given.__setitem__), outputs_watched(experts, gave.__setitem__):
+    with linears_watched(experts, given.__setitem__), linears_watched(experts, after=gave.__setitem__):
         model(tiny_tokens())
     assert given.keys() == gave.keys()
     assert len(gave) > len(experts) / 2
@@ -169,11 +169,11 @@ def test_watching_experts_and_their_routing_adds_no_wait_to_those_of_the_loop_ov
             if name in experts:
                 assert weights(name, len(x)).shape == x.shape[:1]
 
-        with routing_watched(experts) as weights, inputs_watched(block.linears, take), device.counted() as watched:
+        with routing_watched(experts) as weights, linears_watched(block.linears, take), device.counted() as counts:
             run(state)
     reached = {experts[name].expert for name in seen if name in experts}
     assert len(reached) > 1
-    assert watched.synchronisations == alone.synchronisations, watched.places()
+    assert counts.synchronisations == alone.synchronisations, counts.places()
     assert alone.synchronisations == 1 + WAITS_OF_AN_EXPERT * len(reached), alone.places()
 
 
@@ -189,7 +189,7 @@ def test_the_weights_of_an_experts_tokens_are_those_that_the_router_gave_them(na
             def take(name: str, x: Tensor) -> None:
                 found[name] = weights(name, len(x))
 
-            with inputs_watched(experts, take):
+            with linears_watched(experts, take):
                 run(state)
         handle.remove()
     ((numbers, by),) = routed
@@ -223,7 +223,7 @@ def test_a_weight_that_is_multiplied_by_without_a_call_of_its_module_is_observed
     exact = torch.cat([x.flatten(0, 1) for x in given]).double()
     assert torch.allclose(wanted["alone"]["selects"].statistic.matrix.double(), exact.T @ exact, rtol=1e-4)
     outputs: dict[str, list[Tensor]] = {}
-    with outputs_watched(linears, lambda name, y: outputs.setdefault(name, []).append(y)):
+    with linears_watched(linears, after=lambda name, y: outputs.setdefault(name, []).append(y)):
         out = module(batches[0])
     (watched,) = outputs["alone"]
     (gradient,) = torch.autograd.grad(out.square().sum(), watched)

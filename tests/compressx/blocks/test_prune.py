@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import importlib
-import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,7 +20,6 @@ from compressx import Linear, PluginError, PruneResult, PrunerSpec, UnsupportedM
 from compressx.api.patterns import NM, Unstructured, keep_mask
 from compressx.api.statistics import FeatureNorms, Hessian
 from compressx.blocks import prune
-from compressx.blocks.contract import _bits
 from compressx.blocks.observe import Observed, observe
 from compressx.blocks.prune import prune_model
 from compressx.masks.maskset import MaskSet
@@ -398,66 +396,16 @@ def test_a_joint_budget_that_is_not_met_in_total_is_refused():
         pruned(tiny_model("llama"), spec, Unstructured(0.5, "joint"), (), only=".0.self_attn.")
 
 
-@pytest.mark.parametrize(("which", "through"), [("up_proj", "view"), ("post_attention_layernorm", "data")])
-def test_a_pruner_that_writes_weights_itself_is_refused(which: str, through: str):
+@pytest.mark.parametrize("which", ["mlp.up_proj", "post_attention_layernorm"])
+def test_a_pruner_that_writes_weights_itself_is_refused(which: str):
     model = tiny_model("llama")
 
     def meddle(linear: Linear, pattern: Unstructured) -> PruneResult:
-        layer = model.model.layers[0]
-        weight = (layer.mlp.up_proj if which == "up_proj" else layer.post_attention_layernorm).weight
-        (weight.detach() if through == "view" else weight.data).view(-1)[3] += 1e-3
+        model.model.layers[0].get_submodule(which).weight.detach().view(-1)[3] += 1e-3
         return by_magnitude(linear, pattern)
 
     with pytest.raises(PluginError, match=rf"pruner 'other' changed .*{which}\.weight of model\.layers\.0 itself"):
         pruned(model, made(meddle), given=(), only="q_proj")
-
-
-@pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("shape", [(1, 1), (5, 3), (3, 7, 2)], ids=str)
-def test_the_sum_of_a_tensors_bits_changes_with_any_of_its_numbers(dtype, shape):
-    for tensor in (torch.ones(shape, dtype=dtype), torch.ones(shape, dtype=dtype).mT.contiguous().mT):
-        before = _bits(tensor)
-        for index in itertools.product(*map(range, shape)):
-            tensor[index] = 0
-            assert _bits(tensor) != before
-            tensor[index] = 1
-        assert _bits(tensor) == before
-
-
-@pytest.mark.parametrize("moment", [0, 1, 6])
-def test_a_pruner_that_writes_weights_which_others_decide_is_refused(moment: int):
-    """When the first linear of a block is asked for, the last, or what was decided already."""
-    model = tiny_model("llama")
-    asked: list[str] = []
-
-    def meddle(linear: Linear, pattern: Unstructured) -> PruneResult:
-        layer = model.model.layers[0]
-        if len(asked) == moment:
-            (layer.mlp.up_proj if moment < 6 else layer.self_attn.q_proj).weight.data[1, 3] += 1e-3
-        asked.append(linear.name)
-        return by_magnitude(linear, pattern)
-
-    with pytest.raises(PluginError, match=r"pruner 'other' changed \S+_proj\.weight of model\.layers\.0 itself"):
-        pruned(model, replace(made(meddle), separable=True), given=())
-    assert {name.split(".")[2] for name in asked} == {"0"}
-
-
-def test_a_pruner_is_not_asked_about_weights_that_another_changed():
-    """Both see their linears of the block whole; which of the two it was cannot be told."""
-    model = tiny_model("llama")
-    asked: list[str] = []
-
-    def meddle(linear: Linear, pattern: Unstructured) -> PruneResult:
-        asked.append(linear.name)
-        model.model.layers[0].mlp.up_proj.weight.data[1, 3] += 1e-3
-        return by_magnitude(linear, pattern)
-
-    plan = plan_two(model, *(spec_of(Spy(make=meddle), name) for name in ("one", "two")))
-    with pytest.raises(
-        PluginError, match=r"pruner 'one' or 'two' changed mlp\.up_proj\.weight of model\.layers\.0 itself"
-    ):
-        list(prune_model(InMemory(model), plan, batches()))
-    assert not any("mlp" in name for name in asked)
 
 
 def test_one_pruner_selects_and_another_reconstructs():

@@ -1,26 +1,29 @@
-"""Seconds of pruners on a device that works while the program goes on."""
+"""Seconds of decisions, and what several processes make of statistics and decisions: the same as one."""
 
 from __future__ import annotations
 
+from dataclasses import astuple
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from pydantic import BaseModel
+from tests.compressx.blocks.test_prune import spec_of
+from tests.compressx.processes import in_two, joined
 
-from compressx import PruneResult, PrunerSpec
+from compressx import NoOptions, PruneResult
 from compressx.api.patterns import Unstructured, keep_mask
-from compressx.api.statistics import FeatureNorms
+from compressx.api.statistics import FeatureNorms, Hessian, SequenceSample
 from compressx.blocks import prune, select
+from compressx.blocks.observe import Observed
 from compressx.blocks.prune import prune_model
+from compressx.blocks.select import combined, decide_all
 from compressx.models.access import InMemory
 from compressx.models.architecture import survey
+from compressx.models.blockwise import each_block
 from compressx.planning.plan import Plan, PlannedLinear, PlannedRule
+from compressx.runtime.ranks import Ranks
 from compressx.testing import tiny_model, tiny_tokens
-
-
-class NoOptions(BaseModel):
-    pass
 
 
 class Gpu:
@@ -59,7 +62,7 @@ def test_seconds_of_a_linear_are_those_of_its_work_and_not_of_asking_for_it(sepa
         monkeypatch.setattr(module, "time", gpu)
         monkeypatch.setattr(module, "synchronize", gpu.synchronize)
     model = tiny_model("llama")
-    spec = PrunerSpec("asking", "for a test", NoOptions, lambda _: Asking(gpu), separable=separable)
+    spec = spec_of(Asking(gpu), separable=separable)
     rule, found = PlannedRule(0, spec, NoOptions(), None, None), survey(model)
     linears = tuple(
         PlannedLinear(n, found.block_of(n), tuple(x.weight.shape), rule, Unstructured(0.5))
@@ -71,3 +74,98 @@ def test_seconds_of_a_linear_are_those_of_its_work_and_not_of_asking_for_it(sepa
         assert sum(layer.seconds for layer in layers) == pytest.approx(10.0 * len(layers))
         assert block.report.seconds == pytest.approx(110.0 * len(layers))
     assert gpu.waits <= sum(len(block.report.layers) for block in blocks), "once a linear at most"
+
+
+# --- several processes
+
+
+def inputs() -> torch.Tensor:
+    return torch.randn(6, 5, 4, generator=torch.Generator().manual_seed(0))
+
+
+class Highest:
+    """A statistic with the highest input."""
+
+    def __init__(self) -> None:
+        self.highest = torch.full((4,), -torch.inf)
+
+    def update(self, x: torch.Tensor) -> None:
+        torch.maximum(self.highest, x.amax(dim=(0, 1)), out=self.highest)
+
+    def tensors(self) -> dict[str, tuple[torch.Tensor, str]]:
+        return {"highest": (self.highest, "max")}
+
+
+KINDS = {
+    "norms": partial(FeatureNorms, 4), "hessian": partial(Hessian, 4), "sample": partial(SequenceSample, 4),
+    "few": partial(SequenceSample, 4, limit=4), "highest": Highest,
+}  # fmt: skip
+
+
+def gathered(ranks: Ranks) -> dict[str, torch.Tensor]:
+    """Return the tensors of statistics of all processes, each of which sees its share of the inputs."""
+    stats = {"fc": {name: Observed(kind(), "mine", kind) for name, kind in KINDS.items()}}
+    select._place_after(stats, 3 * ranks.rank)
+    for observed in stats["fc"].values():
+        for batch in ranks.share(inputs()).split(2):
+            observed.statistic.update(batch)
+    found = {} if ranks.size == 1 else {"kept": torch.tensor(len(stats["fc"]["few"].statistic.sequences))}
+    for name, observed in stats["fc"].items():
+        merged = observed if ranks.size == 1 else combined(ranks, observed)
+        found |= {f"{name} {part}": x.clone() for part, (x, _) in merged.statistic.tensors().items()}
+    return found
+
+
+class Telling:
+    """Magnitude, with new weights and everything that can be shown, from the process that was asked."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def observe(self, block: Any, name: str) -> None: ...
+
+    def prune(self, block: Any, patterns: Any, stats: Any) -> dict[str, PruneResult]:
+        def told(weight: torch.Tensor, pattern: Any) -> PruneResult:
+            keep, image = keep_mask(weight.abs(), pattern), torch.arange(4).view(2, 2).T.bfloat16()
+            return PruneResult(keep, 2 * weight, {"rank": self.rank}, {"map": image}, {"loss": (1.0, 0.5)}, group="all")
+
+        return {n: told(block.linears[n].weight, p) for n, p in patterns.items()}
+
+
+def decided(ranks: Ranks) -> list[Any]:
+    block = next(
+        iter(each_block(InMemory(model := tiny_model("llama")), survey(model), dict.fromkeys(survey(model).blocks, ())))
+    )[0]
+    rule = PlannedRule(0, spec_of(None, separable=True), NoOptions(), None, None)
+    patterns = dict.fromkeys(block.linears, Unstructured(0.5))
+    pruners = {rule: (Telling(ranks.rank), None)}
+    found = decide_all(block, {rule: patterns}, pruners, {n: {} for n in patterns}, ranks)
+    return [(name, *astuple(of.result)) for name, of in found]
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    return in_two(
+        partial(joined, lambda ranks: (gathered(ranks), decided(ranks))), tmp_path_factory.mktemp("two"), start="fork"
+    )
+
+
+def test_statistics_of_two_processes_are_those_of_one(both: list[Any]):
+    alone = gathered(Ranks())
+    assert [int(found.pop("kept")) for found, _ in both] == [3, 1]
+    for found, _ in both:
+        assert found.keys() == alone.keys()
+        for name, tensor in alone.items():
+            torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-5)  # batches of other sizes
+
+
+def test_every_process_gets_every_decision_and_all_that_it_shows(both: list[Any]):
+    alone = decided(Ranks())
+    assert {row[3]["rank"] for row in both[0][1]} == {0, 1}
+    for told in both:
+        for mine, theirs, one in zip(told[1], both[0][1], alone, strict=True):
+            assert mine[3] == theirs[3]
+            assert torch.equal(mine[1], one[1])
+            assert torch.equal(mine[2], one[2])
+            assert torch.equal(mine[4]["map"], one[4]["map"])
+            assert (mine[0], [*mine[5]["loss"]], mine[7]) == (one[0], [1.0, 0.5], "all")

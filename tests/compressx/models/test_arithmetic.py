@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from compressx.blocks.fisher import gradients
-from compressx.blocks.observe import inputs_watched
+from compressx.blocks.observe import linears_watched
 from compressx.models import arithmetic
 from compressx.models.access import InMemory
 from compressx.models.architecture import survey
@@ -196,7 +196,7 @@ def test_fused_experts_are_observed_while_their_products_are_wider():
         access, seen = InMemory(model, products), {}
         states, calls = capture(access, found, [tiny_tokens()])
         block, (run,) = next(each_block(access, found, calls))
-        with torch.no_grad(), inputs_watched(block.linears, lambda name, x, seen=seen: seen.setdefault(name, x.shape)):
+        with torch.no_grad(), linears_watched(block.linears, lambda name, x, seen=seen: seen.setdefault(name, x.shape)):
             run(states[0])
         counts.append(seen)
     assert counts[0] == counts[1]

@@ -128,7 +128,11 @@ def test_a_training_step_that_processes_cannot_share_or_without_anything_to_hold
     ("setting", "error", "told"),
     [
         ("reconstruct_block.batch_size=6", RecipeError, "a step of 6 windows cannot be shared by 2 processes"),
-        ("calibration.samples=1", CalibrationError, "1 calibration windows are fewer than the 2 processes"),
+        (
+            "calibration.samples=1",
+            CalibrationError,
+            "samples=1: 1 sequences are fewer than the 2 processes",
+        ),
     ],
 )
 def test_what_processes_cannot_share_is_refused_before_anything_is_written(

@@ -12,7 +12,7 @@ from tests.compressx.built_in import BUILT_IN
 from torch import Tensor
 
 from compressx import Covariance, Hessian, PruneResult, Structured
-from compressx.blocks.observe import inputs_watched
+from compressx.blocks.observe import linears_watched
 from compressx.testing.subject import Scene, Subject, Whole
 
 SPEC = BUILT_IN["ziplm"]
@@ -35,7 +35,7 @@ def inputs_of(scene: Scene) -> dict[str, Tensor]:
     def see(name: str, x: Tensor) -> None:
         seen.setdefault(name, []).append(x.detach().double().reshape(-1, x.shape[-1]))
 
-    with inputs_watched(scene.block.linears, see):
+    with linears_watched(scene.block.linears, see):
         for run in scene.passes:
             run()
     return {name: torch.cat(parts) for name, parts in seen.items()}

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.compressx.processes import in_two, joined
 
-from compressx.runtime.errors import CalibrationError, CompressxError
+from compressx.runtime.errors import CompressxError
 from compressx.runtime.ranks import Ranks, assign
 
 
@@ -32,12 +32,8 @@ def test_the_heaviest_task_is_given_out_first():
 
 
 @given(windows=st.integers(1, 50), size=st.integers(1, 8))
-def test_windows_are_shared_out_in_order_and_evenly(windows: int, size: int):
+def test_sequences_are_shared_out_in_order_and_evenly(windows: int, size: int):
     tokens = torch.arange(windows)[:, None]
-    if windows < size:
-        with pytest.raises(CalibrationError, match=f"{windows} calibration windows are fewer than the {size} proc"):
-            Ranks(0, size).share(tokens)
-        return
     parts = [Ranks(rank, size).share(tokens) for rank in range(size)]
     assert torch.equal(torch.cat(parts), tokens)
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
@@ -52,44 +48,23 @@ def test_a_process_alone_tells_itself():
     assert ranks.first
     assert ranks.broadcast(PLAIN) is PLAIN
     assert ranks.all_gather(PLAIN) == [PLAIN]
-    assert ranks.gather_tensors(tensor)[0] is tensor
+    assert next(ranks.divided([3, 5], [1, 1], lambda x: 2 * x)) == 6
     ranks.all_reduce_(tensor)
-    ranks.broadcast_(tensor, 0)
     ranks.barrier()
     assert tensor.tolist() == [1.0, 1.0]
 
 
-NAMES = ("bool", "uint8", "int16", "int64", "bfloat16", "float16", "float32", "float64")
-DTYPES = [getattr(torch, name) for name in NAMES]
-
-
-def of_rank(rank: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.arange(6).add(rank).remainder(2).view(2, 3).to(dtype).T  # whose memory is not in its order
-
-
 def collectives(ranks: Ranks) -> dict[str, Any]:
-    """Use every collective; what a tensor holds of another process's is checked here."""
     rank, total, highest = ranks.rank, torch.tensor([1.0, 2.0 + ranks.rank]), torch.tensor(ranks.rank)
     ranks.all_reduce_(total)
     ranks.all_reduce_(highest, "max")
-    for dtype in DTYPES:
-        tensor = of_rank(rank, dtype)
-        ranks.broadcast_(tensor, 1)
-        assert torch.equal(tensor, of_rank(1, dtype)), dtype
-    one_for_all = torch.tensor(3.5 + rank).expand(4)  # no memory of its own to be written
-    if rank == 0:
-        ranks.broadcast_(one_for_all, 0)
-    else:
-        ranks.broadcast_(received := torch.empty(4), 0)
-        assert received.tolist() == [3.5] * 4
-    parts = ranks.gather_tensors(torch.full((rank, 2), float(rank)).T.contiguous().T)
     ranks.barrier()
     return {
         "total": total,
         "highest": highest,
-        "parts": parts,
         "told": [ranks.broadcast(PLAIN if rank == source else {}, source) for source in range(2)],
-        "gathered": ranks.all_gather([rank, "x" * rank, {"nan": math.nan}]),
+        "gathered": ranks.all_gather([rank, "x" * rank, torch.full((rank, 2), 1.0).bfloat16()]),
+        "divided": list(ranks.divided([3, 5, 7], [1, 1, 1], lambda x: (x, rank))),
     }
 
 
@@ -98,11 +73,10 @@ def test_what_processes_tell_one_another_arrives_as_it_was(tmp_path: Path):
     for found in in_two(partial(joined, collectives), tmp_path):
         assert found["total"].tolist() == [2.0, 5.0]
         assert found["highest"] == 1
-        assert [part.tolist() for part in found["parts"]] == [[], [[1.0, 1.0]]]
         assert found["told"] == [PLAIN, PLAIN]
-        (first, nothing, nan), (second, text, _) = found["gathered"]
-        assert (first, nothing, second, text) == (0, "", 1, "x")
-        assert math.isnan(nan["nan"])
+        (*first, empty), (*second, ones) = found["gathered"]
+        assert (first, second, empty.shape, ones.tolist()) == ([0, ""], [1, "x"], (0, 2), [[1.0, 1.0]])
+        assert [tuple(x) for x in found["divided"]] == [(3, 0), (5, 1), (7, 0)]
 
 
 def summed(ranks: Ranks) -> torch.Tensor:
@@ -122,7 +96,7 @@ def left_alone(ranks: Ranks) -> None:
     ranks.barrier()
     if ranks.rank == 1:
         signal.raise_signal(signal.SIGKILL)
-    ranks.broadcast_(torch.zeros(1), 1)
+    ranks.broadcast(torch.zeros(1), 1)
 
 
 def abandoned() -> str:
