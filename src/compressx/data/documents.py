@@ -13,8 +13,6 @@ import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
-from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import IO, Any, Literal, TypeAlias
@@ -114,30 +112,27 @@ def checked(value: Any, where: str) -> Document:
         return sound(value, where)
     if not isinstance(value, list):
         raise CalibrationError(f"{where} is {type(value).__name__}, expected text or a list of {{role, content}}")
-    for i, message in enumerate(value):
-        if not isinstance(message, Mapping):
-            raise CalibrationError(f"{where}: message {i} is {type(message).__name__}, expected {{role, content}}")
     return [_checked_message(message, f"{where}: message {i}") for i, message in enumerate(value)]
 
 
-def _checked_message(given: Mapping[str, Any], where: str) -> dict[str, Any]:
-    message = _renamed({key: value for key, value in given.items() if value is not None})
+def _checked_message(given: Any, where: str) -> dict[str, Any]:
+    if not isinstance(given, Mapping):
+        raise CalibrationError(f"{where} is {type(given).__name__}, expected {{role, content}}")
+    message = {key: value for key, value in given.items() if value is not None}
+    if "role" not in message and isinstance(sender := message.get("from"), str):  # ShareGPT's
+        names = {"from": "role", "value": "content"}
+        message = {names.get(k, k): v for k, v in message.items()} | {"role": _SENDERS.get(sender, sender)}
     if isinstance(parts := message.get("content"), list):
-        for i, part in enumerate(parts):
-            if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-                kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-                raise CalibrationError(
-                    f"{where}: part {i} of 'content' is {one_line(str(kind))}, expected {{type: text, text: ...}}; "
-                    "remove such rows"
-                )
-        message["content"] = "".join(part["text"] for part in parts)
+        texts = [x.get("text") for x in parts if isinstance(x, Mapping) and x.get("type") == "text"]
+        if len(texts) < len(parts) or not all(isinstance(x, str) for x in texts):
+            raise CalibrationError(f"{where}: 'content' has parts that are not {{type: text, text: ...}}; remove such")
+        message["content"] = "".join(map(str, texts))
     silent = "content" not in message and not {"content", "value", *_UNSPOKEN}.isdisjoint(given)
     for key in ("role",) if silent else ("role", "content"):
         if not isinstance(message.get(key), str):
-            found = f", but {type(message[key]).__name__}" if key in message else ""
             raise CalibrationError(
-                f"{where} has no text in {key!r}{found}, expected {{role, content}} or {{from, value}}"
-                f"; it has {one_line(', '.join(map(str, given))) or 'nothing'}"
+                f"{where} has no text in {key!r}, expected {{role, content}} or {{from, value}}; it has "
+                f"{one_line(', '.join(map(str, given))) or 'nothing'}"
             )
         sound(message[key], f"{where}: {key!r}")
     return message
@@ -156,14 +151,6 @@ def sound(text: str, where: str) -> str:
     return text
 
 
-def _renamed(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message of ShareGPT's, {from, value}, as {role, content}, and any other as it is."""
-    if "role" in message or not isinstance(sender := message.get("from"), str):
-        return message
-    names = {"from": "role", "value": "content"}
-    return {names.get(key, key): value for key, value in message.items()} | {"role": _SENDERS.get(sender, sender)}
-
-
 def checked_documents(value: str | Sequence[Document], name: str) -> list[Document]:
     """Return the documents that a caller passes as an argument; a text alone is one.
 
@@ -173,26 +160,20 @@ def checked_documents(value: str | Sequence[Document], name: str) -> list[Docume
     found = [value] if isinstance(value, str) else list(value)
     if not found:
         raise CalibrationError(f"{name} has no documents; expected texts, or chats as lists of {{role, content}}")
-    for i, x in enumerate(found):
-        if isinstance(x, Mapping):
-            raise CalibrationError(
-                f"{name}[{i}] is a row with {', '.join(map(str, x)) or 'no fields'}, expected text or a chat; give one "
-                "field of each row"
-            )
     return [checked(x, f"{name}[{i}]") for i, x in enumerate(found)]
 
 
-def hold_chats(documents: Sequence[Document]) -> bool:
+def hold_chats(documents: Sequence[Document], where: str = "") -> bool:
     """Return whether documents are chats.
 
     Raises:
-        CalibrationError: some are, and some are text.
+        CalibrationError: some are, and some are text; the message begins with the place.
     """
     chats = [not isinstance(d, str) for d in documents]
     if any(chats) != all(chats):
         raise CalibrationError(
-            f"{sum(chats)} of {len(chats)} documents are chats and the others are text; put them in files of their own "
-            "and mix them with datasets"
+            f"{where}{sum(chats)} of {len(chats)} documents are chats and the others are text; put them in files of "
+            "their own and mix them with datasets"
         )
     return any(chats)
 
@@ -215,11 +196,7 @@ def rendered(chats: Sequence[Document], tokenizer: Any) -> list[str]:
     Raises:
         CalibrationError: no template, or one that refuses a chat, such as Gemma's a system message.
     """
-    texts = [rendered_one(chat, tokenizer, f"chat {i} of {len(chats)}") for i, chat in enumerate(chats)]
-    fields = {str(k) for c in chats for x in (getattr(c, "beside", {}), *c) for k in x} - {"chat_template_kwargs"}
-    if unread := fields - {*re.findall(r"\w+", str(tokenizer.chat_template))}:
-        _log.info("the chat template does not name these fields of rows: %s", one_line(", ".join(sorted(unread))))
-    return texts
+    return [rendered_one(chat, tokenizer, f"chat {i} of {len(chats)}") for i, chat in enumerate(chats)]
 
 
 def rendered_one(chat: Document, tokenizer: Any, which: str, *, answered: bool = True) -> str:
@@ -242,29 +219,19 @@ _OURS = ("messages", "add_generation_prompt", "conversation", "chat_template", "
 
 
 def _taken(beside: Mapping[str, Any], tokenizer: Any) -> dict[str, Any]:
-    """Return the fields of a row that the chat template takes, those in `chat_template_kwargs` first.
+    """Return the fields of a row that the chat template names, those in `chat_template_kwargs` first.
 
     Raises:
         ValueError: `tools`, `documents` or `chat_template_kwargs` is text, but not JSON.
     """
+    names = {*re.findall(r"\w+", str(tokenizer.chat_template))} - {*tokenizer.special_tokens_map, *_OURS}
     given = {**beside, **(_from_json(beside.get("chat_template_kwargs")) or {})}
-    names = _variables(tokenizer.get_chat_template(None, given.get("tools") or None))
-    lists = {key: _from_json(given.pop(key)) or None for key in ("tools", "documents") if key in names & given.keys()}
-    own = {*tokenizer.special_tokens_map, *_OURS}
-    return {k: v for k, v in (given | lists).items() if k in names - own and v is not None}
+    given |= {key: _from_json(given[key]) or None for key in ("tools", "documents") if key in names & given.keys()}
+    return {k: v for k, v in given.items() if k in names and v is not None}
 
 
 def _from_json(value: Any) -> Any:
     return json.loads(value) if isinstance(value, str) and value.strip() else value
-
-
-@lru_cache
-def _variables(template: str) -> set[str]:
-    """Return the names that a chat template reads and does not set."""
-    from jinja2.meta import find_undeclared_variables
-    from transformers.utils.chat_template_utils import _compile_jinja_template
-
-    return find_undeclared_variables(_compile_jinja_template(template).environment.parse(template))
 
 
 Rows: TypeAlias = Iterator[tuple[str, Mapping[str, Any]]]
@@ -272,7 +239,6 @@ Rows: TypeAlias = Iterator[tuple[str, Mapping[str, Any]]]
 
 _OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 """What Python itself decompresses while it is read."""
-_COMPRESSED = (*_OPENERS, ".zst", ".zip")
 
 _OF_ONE_PIECE = 32
 """Bytes of memory that a byte of a line, or of a file that is read whole, can take: JSON of `[],[],` takes 21."""
@@ -280,6 +246,16 @@ _OF_ONE_PIECE = 32
 _SUFFIXES = {"text": "txt", "json": "jsonl"}
 
 _PARQUET = "parquet files are read by {name: FOLDER}, the folder that they are in"
+_ROWS = (
+    "holds rows of fields; convert it, such as with pandas' read_csv and to_json(FILE, orient='records', lines=True), "
+    "and write {json: FILE, field: COLUMN}"
+)
+_OTHER_KINDS = {
+    **dict.fromkeys((".zst", ".zip"), "is compressed; decompress it first"),
+    **dict.fromkeys((".csv", ".tsv"), _ROWS),
+    ".parquet": f"holds rows of fields; {_PARQUET}",
+}
+"""Files that cannot be read, by how their names end: as text, braces and names of fields would be calibrated on."""
 
 
 def matching(pattern: str, key: str) -> list[Path]:
@@ -302,20 +278,11 @@ def matching(pattern: str, key: str) -> list[Path]:
 
 
 def _plain(paths: list[Path], key: str) -> list[Path]:
-    """Refuse files of another kind: of rows as `text`, braces, quotes and names of fields would be calibrated on."""
+    """Refuse files of another kind."""
+    rows = {".jsonl": "holds rows of fields; write {json: FILE} for them"} if key == "text" else {}
     for path in paths:
-        outer = path.suffix.lower()
-        if outer in _COMPRESSED and outer not in _OPENERS:
-            raise CalibrationError(f"{key}: {path} is compressed; decompress it first")
-        if suffix(path) in (".csv", ".tsv"):
-            raise CalibrationError(
-                f"{key}: {path} holds rows of fields; convert it, such as with pandas' read_csv and to_json(FILE, "
-                "orient='records', lines=True), and write {json: FILE, field: COLUMN}"
-            )
-        if suffix(path) == ".parquet":
-            raise CalibrationError(f"{key}: {path} holds rows of fields; {_PARQUET}")
-        if suffix(path) == ".jsonl" and key == "text":
-            raise CalibrationError(f"text: {path} holds rows of fields; write {{json: {path}}} for them")
+        if told := (_OTHER_KINDS | rows).get(suffix(path)):
+            raise CalibrationError(f"{key}: {path} {told}")
     return paths
 
 
@@ -326,19 +293,41 @@ def suffix(path: Path) -> str:
 
 def read_text(path: Path) -> str:
     """Read a text file with LF line ends: CR LF changes tokens, and lowers perplexity on WikiText-2 by 3%."""
-    return _decoded(path, _bytes(path)).replace("\r\n", "\n").replace("\r", "\n")
+    try:
+        with _opened(path) as file:
+            text = _bounded(file.read, path, "use a part of it").decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise CalibrationError(
+            f"{path}: not UTF-8 at byte {error.start} ({error.object[error.start]:#04x}, {error.reason}); convert it, "
+            "for example with iconv -t utf-8"
+        ) from error
+    return text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
 
 
 def read_rows(path: Path) -> Rows:
-    """Read the rows of a JSON file, one after the other.
+    """Read the objects of a JSON array, or of the lines of any other file, which are read one at a time.
 
     Raises:
         CalibrationError: a file that cannot be read or parsed, or a row that is no object; with its place.
     """
-    for where, row in _json_rows(path):
-        if not isinstance(row, dict):
-            raise CalibrationError(f"{where}: expected a JSON object, got {type(row).__name__}")
-        yield where, row
+    with _opened(path) as file:
+        array = file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
+        file.seek(0)
+        if array:
+            rows = _json(_bounded(file.read, path, "use JSON lines, which are read one by one"), path, 1)
+            yield from (_row(row, f"{path}[{i}]") for i, row in enumerate(rows))
+            return
+        number = 1
+        while line := _bounded(file.readline, f"{path}:{number}", "expected one object per line"):
+            if line.strip():
+                yield _row(_json(line, path, number), f"{path}:{number}")
+            number += 1
+
+
+def _row(row: Any, where: str) -> tuple[str, Mapping[str, Any]]:
+    if not isinstance(row, dict):
+        raise CalibrationError(f"{where}: expected a JSON object, got {type(row).__name__}")
+    return where, row
 
 
 @contextmanager
@@ -351,47 +340,21 @@ def _opened(path: Path) -> Iterator[IO[bytes]]:
         raise CalibrationError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
 
 
-def refuse_large(what: object, size: int, most: int, advice: str) -> None:
+def _refuse_large(what: object, size: int, most: int, advice: str) -> None:
     """Refuse text of more bytes than there is memory for, such as what a small archive expands to."""
     if size > most:
         raise CalibrationError(f"{what}: {size} bytes of text or more, and there is free memory for {most}; {advice}")
 
 
-def _bytes(path: Path) -> bytes:
+def _bounded(read: Callable[[int], bytes], what: object, advice: str) -> bytes:
+    """Read a file or a line of which there is memory for what Python makes of it."""
     most = free_main_memory() // _OF_ONE_PIECE
-    with _opened(path) as file:
-        content = file.read(most + 1)
-    refuse_large(path, len(content), most, "use a part of it, or JSON lines, which are read one by one")
-    return content
+    piece = read(most + 1)
+    _refuse_large(what, len(piece), most, advice)
+    return piece
 
 
-def _decoded(path: Path, content: bytes, start: int = 0) -> str:
-    """Decode part of a file that begins at byte `start`."""
-    try:
-        return content.decode("utf-8").removeprefix("\ufeff")
-    except UnicodeDecodeError as error:
-        raise CalibrationError(
-            f"{path}: not UTF-8 at byte {start + error.start} ({error.object[error.start]:#04x}, {error.reason}); "
-            "convert it, for example with iconv -t utf-8"
-        ) from error
-
-
-def _json_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield the items of an array, or the lines of any other file, which are read one at a time."""
-    with _opened(path) as file:
-        if file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
-            items: list[Any] = _json(_decoded(path, _bytes(path)), path, 1)
-            yield from ((f"{path}[{i}]", item) for i, item in enumerate(items))
-            return
-        start, most = file.seek(0), free_main_memory() // _OF_ONE_PIECE
-        for number, line in enumerate(iter(lambda: file.readline(most + 1), b""), start=1):
-            refuse_large(f"{path}:{number}", len(line), most, "expected one object per line")
-            if text := _decoded(path, line, start).strip():
-                yield f"{path}:{number}", _json(text, path, number)
-            start += len(line)
-
-
-def _json(text: str, path: Path, line: int) -> Any:
+def _json(text: bytes, path: Path, line: int) -> Any:
     """Return what JSON that begins at a line of a file says."""
     try:
         return json.loads(text)
@@ -417,47 +380,26 @@ class UnreachableError(CalibrationError):
     """The hub cannot be reached, for any dataset."""
 
 
-@dataclass(frozen=True)
-class _HubDataset:
-    """A dataset on the hub or in a local folder, and the part of it to read.
-
-    Attributes:
-        path: hub id or folder.
-        config: configuration, or None for the default one.
-        splits: default split by purpose.
-        shards: one file to read, by split; None reads the whole split.
-        limits: number of documents to read, by purpose.
-    """
-
-    path: str
-    config: str | None
-    splits: Mapping[Purpose, str]
-    shards: Mapping[str, str] | None = None
-    limits: Mapping[Purpose, int] | None = None
-
-
-_SHORT_NAMES = {
-    "wikitext": _HubDataset("Salesforce/wikitext", "wikitext-2-raw-v1", {"calibration": "train", "evaluation": "test"}),
-    # A shard has about 150 million tokens; 8192 documents (four million tokens) give 1900 windows of 2048 to draw from.
-    # SparseGPT evaluates on the first 1100 validation documents. With a configuration, datasets would expect all 1024
-    # shards.
-    "c4": _HubDataset(
-        "allenai/c4",
-        None,
-        {"calibration": "train", "evaluation": "validation"},
-        shards={"train": "en/c4-train.00000-of-01024.json.gz", "validation": "en/c4-validation.00000-of-00008.json.gz"},
-        limits={"calibration": 8192, "evaluation": 1100},
-    ),
+_SHORT_NAMES: Mapping[str, tuple[str, str | None]] = {
+    "wikitext": ("Salesforce/wikitext", "wikitext-2-raw-v1"),
+    "c4": ("allenai/c4", None),
 }
+"""Datasets of the hub, each with its configuration."""
+
+_SPLITS: Mapping[Purpose, str] = {"calibration": "train", "evaluation": "test"}
+
+# A shard of C4 has about 150 million tokens; 8192 documents (four million tokens) give 1900 windows of 2048 to draw
+# from. SparseGPT evaluates on the first 1100 validation documents. With a configuration, datasets would expect all
+# 1024 shards.
+_C4_SPLITS: Mapping[Purpose, str] = {"calibration": "train", "evaluation": "validation"}
+_C4_SHARDS = {"train": "en/c4-train.00000-of-01024.json.gz", "validation": "en/c4-validation.00000-of-00008.json.gz"}
+_C4_DOCUMENTS: Mapping[Purpose, int] = {"calibration": 8192, "evaluation": 1100}
 
 
 def documents(source: DatasetSource, purpose: Purpose) -> list[Document]:
-    """Read the documents of a dataset.
+    """Read the documents of a dataset: files of text, rows of JSON or of a hub dataset, or topics of `python-docs`.
 
-    Args:
-        source: `text` gives one document per file, `json` and a hub dataset one per row, `python-docs` one per
-            topic of `pydoc_data.topics`. Paths are relative to the working directory.
-        purpose: selects the default split of a hub dataset (`train` or `test`) and the topics of `python-docs`.
+    The purpose selects the split, or the topics.
 
     Returns:
         The documents in a fixed order, all of them text or all of them chats. Some may be empty, such as the blank
@@ -480,7 +422,7 @@ def documents(source: DatasetSource, purpose: Purpose) -> list[Document]:
     for each in found:
         size += 64 + len(each if isinstance(each, str) else str(each))  # an empty document takes memory, too
         size += len(str(getattr(each, "beside", ""))) // 16  # little of it becomes tokens
-        refuse_large(described, size, most, "name fewer files, or a part of them")
+        _refuse_large(described, size, most, "name fewer files, or a part of them")
         empty += each is None
         read += [] if each is None else [each]
     if not any(d.strip() if isinstance(d, str) else d for d in read):
@@ -488,10 +430,7 @@ def documents(source: DatasetSource, purpose: Purpose) -> list[Document]:
         raise CalibrationError(f"{described} has no text for {purpose}: all of its {count} documents are empty")
     if empty:
         _log.warning("%s: %d of %d rows have no text and are left out", described, empty, len(read) + empty)
-    try:
-        hold_chats(read)
-    except CalibrationError as error:
-        raise CalibrationError(f"{described}: {error}") from error
+    hold_chats(read, f"{described}: ")
     return read
 
 
@@ -513,12 +452,8 @@ def check_dataset(source: DatasetSource) -> bool:
         CalibrationError: a path or glob that matches no file, files that are all empty, a first row without the
             field, the name of a file, or a misspelt short name.
     """
-    for key, pattern in (("text", source.text), ("json", source.json_path)):
-        if pattern is not None:
-            paths = matching(pattern, key)
-            if not any(path.stat().st_size for path in paths):
-                empty = "the file is empty" if len(paths) == 1 else f"all {len(paths)} files are empty"
-                raise CalibrationError(f"{key}: {pattern!r} has no text: {empty}")
+    if (paths := local_files(source)) and not any(path.stat().st_size for path in paths):
+        raise CalibrationError(f"{(source.text or source.json_path)!r} has no text: all {len(paths)} files are empty")
     if source.name is not None:
         _check_name(source.name)
         _check_keys(source)
@@ -563,17 +498,17 @@ def _check_name(name: str) -> None:
 
 
 def _check_keys(source: DatasetSource) -> None:
-    """Refuse keys that a dataset with a short name does not have."""
-    if source.name == "python-docs":
-        if given := [n for n in ("config", "split", "revision", "field") if getattr(source, n) is not None]:
-            raise CalibrationError(f"dataset 'python-docs' takes no {', '.join(given)}: it comes with Python")
-    elif _saved(source.name or ""):
-        if given := [n for n in ("config", "split", "revision") if getattr(source, n) is not None]:
-            raise CalibrationError(
-                f"dataset {source.name!r} takes no {', '.join(given)}: it is one split, as save_to_disk wrote it"
-            )
-    elif source.config is not None and (short := _SHORT_NAMES.get(source.name or "")) and short.shards is not None:
-        raise CalibrationError(f"dataset {source.name!r} takes no config; for another one use {{name: {short.path}}}")
+    """Refuse keys that a dataset with a short name, or a saved one, does not have."""
+    name, why = source.name or "", ""
+    keys: tuple[str, ...] = ("config", "split", "revision")
+    if name == "python-docs":
+        keys, why = (*keys, "field"), "it comes with Python"
+    elif name == "c4":
+        keys, why = ("config",), "for another one use {name: allenai/c4}"
+    elif _saved(name):
+        why = "it is one split, as save_to_disk wrote it"
+    if why and (given := [key for key in keys if getattr(source, key) is not None]):
+        raise CalibrationError(f"dataset {name!r} takes no {', '.join(given)}: {why}")
 
 
 def _saved(name: str) -> bool:
@@ -607,13 +542,14 @@ def _python_docs(purpose: Purpose) -> list[str]:
 
 def _hub_rows(source: DatasetSource, purpose: Purpose) -> list[Document | None]:
     name = source.name or ""
-    dataset = _hub_dataset(source)
-    split = source.split or dataset.splits[purpose]
-    where = f"dataset {name!r} (" + (f"{dataset.config}, " if dataset.config else "") + f"split {split!r})"
+    split = source.split or (_C4_SPLITS if name == "c4" else _SPLITS)[purpose]
+    path, config = _SHORT_NAMES.get(name, (name, None))
+    config = source.config or config
+    where = f"dataset {name!r} (" + (f"{config}, " if config else "") + f"split {split!r})"
     unreachable = ""
     try:
         with quiet_libraries(), nullcontext("") if Path(name).is_dir() else hub_or_cache() as unreachable:
-            rows = _load(dataset, split, source, purpose)
+            rows = _load(path, config, split, source.revision, _C4_DOCUMENTS[purpose] if name == "c4" else None)
             first: dict[str, Any] = next(iter(rows), {})
             if not first:
                 return []
@@ -650,20 +586,13 @@ def _reason(error: Exception) -> str:
     return " ".join([f"{type(error).__name__}:", *str(error).strip().splitlines()[:1]])
 
 
-def _hub_dataset(source: DatasetSource) -> _HubDataset:
-    name = source.name or ""
-    dataset = _SHORT_NAMES.get(name, _HubDataset(name, None, {"calibration": "train", "evaluation": "test"}))
-    return dataset if source.config is None else replace(dataset, config=source.config)
-
-
-def _load(dataset: _HubDataset, split: str, source: DatasetSource, purpose: Purpose) -> Any:
+def _load(path: str, config: str | None, split: str, revision: str | None, first: int | None) -> Any:
+    """Load a split; its `first` documents, of C4, are read from one shard."""
     import datasets
 
-    if _saved(dataset.path):
-        return datasets.load_from_disk(dataset.path)
-    arguments: dict[str, Any] = {"split": split, "revision": source.revision}
-    if dataset.shards is None:
-        return datasets.load_dataset(dataset.path, dataset.config, **arguments)
-    shards = {split: dataset.shards[split]} if split in dataset.shards else dict(dataset.shards)
-    rows = datasets.load_dataset(dataset.path, data_files=shards, streaming=True, **arguments)
-    return rows.take(dataset.limits[purpose]) if dataset.limits else rows
+    if _saved(path):
+        return datasets.load_from_disk(path)
+    if first is None:
+        return datasets.load_dataset(path, config, split=split, revision=revision)
+    shards = {split: _C4_SHARDS[split]} if split in _C4_SHARDS else _C4_SHARDS
+    return datasets.load_dataset(path, data_files=shards, streaming=True, split=split, revision=revision).take(first)

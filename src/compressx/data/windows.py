@@ -7,8 +7,7 @@ span documents; a truncated window is the beginning of one document. Every windo
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -97,19 +96,12 @@ def read_calibration(draw: Draw, tokenizer: Any, generated: Generated | None = N
     many = len(draw.sources) > 1
     drawn = []
     for i, ((source, _), share) in enumerate(zip(draw.sources, draw.shares(), strict=True)):
-        with _named(f"datasets[{i}]" if many else ""):
+        try:
             drawn.append(_drawn(source, share, draw, tokenizer, generated, model))
+        except CalibrationError as error:
+            raise type(error)(f"datasets[{i}]: {error}" if many else str(error)) from error
     windows = torch.cat(drawn)
     return windows[_order(len(windows), draw.seed)] if many else windows
-
-
-@contextmanager
-def _named(name: str) -> Iterator[None]:
-    """Prefix the message of an error with the name of a dataset, if it has one."""
-    try:
-        yield
-    except CalibrationError as error:
-        raise type(error)(f"{name}: {error}" if name else str(error)) from error
 
 
 def _drawn(
@@ -139,26 +131,16 @@ def _order(count: int, seed: int) -> Tensor:
 
 
 def calibration_windows(
-    ids: Tensor, samples: int, sequence_length: int, seed: int, *, bos: int | None = None,
-    max_positions: int | None = None,
-) -> Tensor:  # fmt: skip
-    """Draw non-overlapping windows of text, without replacement.
+    ids: Tensor, samples: int, sequence_length: int, seed: int, *, bos: int | None = None
+) -> Tensor:
+    """Draw non-overlapping windows of text int64 [tokens] without replacement, int64 [samples, sequence_length].
 
-    Args:
-        ids: int64 [tokens].
-        samples: number of windows.
-        sequence_length: tokens in a window, BOS included.
-        seed: of the draw; the same seed gives the same windows in the same order.
-        bos: first token of each window, from `beginning`; None for windows of text only.
-        max_positions: number of the model's positions, if known.
-
-    Returns:
-        int64 [samples, sequence_length].
+    With `bos`, from `beginning`, each window begins with that token, which counts in its length.
 
     Raises:
-        CalibrationError: fewer windows than samples, or a window longer than the model.
+        CalibrationError: fewer windows than samples.
     """
-    windows = _windows(ids, samples, sequence_length, bos, max_positions, "calibration")
+    windows = _windows(ids, samples, sequence_length, bos, "calibration")
     return windows[_order(len(windows), seed)[:samples]]
 
 
@@ -167,9 +149,17 @@ def evaluation_windows(
 ) -> Tensor:
     """Return the first non-overlapping windows of text, int64 [windows, sequence_length]; all are whole.
 
-    `samples` are the windows wanted, None for all; other arguments and errors are those of `calibration_windows`.
+    `samples` are the windows wanted, None for all, and `max_positions` the model's, if known.
+
+    Raises:
+        CalibrationError: fewer windows than samples, or a window longer than the model.
     """
-    return _windows(ids, samples or 1, sequence_length, bos, max_positions, "evaluation")[:samples]
+    if max_positions is not None and sequence_length > max_positions:
+        raise CalibrationError(
+            f"evaluation: sequence_length {sequence_length} is longer than the model's {max_positions} positions; set "
+            f"evaluate.token_perplexity.sequence_length to {max_positions} or less"
+        )
+    return _windows(ids, samples or 1, sequence_length, bos, "evaluation")[:samples]
 
 
 def fingerprint(ids: Tensor) -> str:
@@ -179,15 +169,7 @@ def fingerprint(ids: Tensor) -> str:
     return digest.hexdigest()
 
 
-def _windows(
-    ids: Tensor, needed: int, length: int, bos: int | None, max_positions: int | None, purpose: str
-) -> Tensor:  # fmt: skip
-    if max_positions is not None and length > max_positions:
-        raise CalibrationError(
-            f"{purpose}: sequence_length {length} is longer than the model's {max_positions} positions; set "
-            f"{'calibration' if purpose == 'calibration' else 'evaluate.token_perplexity'}.sequence_length to "
-            f"{max_positions} or less"
-        )
+def _windows(ids: Tensor, needed: int, length: int, bos: int | None, purpose: str) -> Tensor:
     own = length  # tokens of text in a window
     if bos is not None:
         own -= 1

@@ -18,7 +18,7 @@ from compressx.models.blockwise import evaluation_mode
 from compressx.plugins.kinds import EVALUATOR
 from compressx.plugins.manager import Plugins
 from compressx.prompts.selection import SelectorSettings
-from compressx.recipe.document import Document, Step
+from compressx.recipe.document import PlacedValue, Step
 from compressx.recipe.schema import LoadedRecipe
 from compressx.recipe.sources import datasets_in
 from compressx.recipe.validation import validate_options
@@ -32,7 +32,7 @@ Options: TypeAlias = Mapping[str, BaseModel]
 _FIGURES = dict[str, int | float | dict[str, int | float | str | list[dict[str, int | float]]]]
 
 
-def options_of(document: Document, plugins: Plugins) -> dict[str, BaseModel]:
+def options_of(document: PlacedValue, plugins: Plugins) -> dict[str, BaseModel]:
     """Return the options of each evaluator in the `evaluate` section of a document.
 
     Raises:
@@ -75,7 +75,7 @@ def _built(spec: EvaluatorSpec, options: BaseModel) -> Evaluator:
 
 def check_evaluators(
     settings: Options, plugins: Plugins, model: Any | None, tokenizer: Any | None, mistakes: Mistakes,
-    document: Document | None = None,
+    document: PlacedValue | None = None,
 ) -> None:  # fmt: skip
     """Let the evaluators refuse what they cannot measure, before text is read; collect what they say.
 

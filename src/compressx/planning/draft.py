@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Mapping
 from itertools import chain, combinations
@@ -32,15 +31,7 @@ _SEQUENCE = 2048
 def draft(source: ModelSource, name: str, skeleton: nn.Module, plugins: Plugins, pruner: str) -> str:
     """Write a recipe that prunes half of the weights in a model's blocks, with comments about this model.
 
-    Args:
-        source: the model, as the recipe will name it.
-        name: what the user calls it; the output is named after it.
-        skeleton: the model; only shapes are read, so it may be on the meta device.
-        plugins: the available pruners.
-        pruner: the one to prune with.
-
-    Returns:
-        YAML that `compressx plan` accepts as it is.
+    The output is named after `name`, what the user calls the model. Only shapes of the skeleton are read.
 
     Raises:
         PluginError: no such pruner.
@@ -48,13 +39,15 @@ def draft(source: ModelSource, name: str, skeleton: nn.Module, plugins: Plugins,
     """
     plugins.find(PRUNER, pruner)
     found = survey(skeleton)
-    recipe: dict[str, Any] = {"model": source.model_dump(mode="json", exclude_defaults=True, exclude_none=True)}
     positions = getattr(text_config(skeleton), "max_position_embeddings", None)
     length = min(_SEQUENCE, positions or _SEQUENCE)
-    recipe["calibration"] = {"dataset": "wikitext", "samples": 128, "sequence_length": length}
-    measured = {"dataset": "wikitext", "samples": 64, "sequence_length": length}
     called = Path(name).expanduser().resolve().name.removesuffix(".gguf")  # a hub id's last part, too
-    recipe["output"] = f"runs/{called}-50"
+    recipe: dict[str, Any] = {
+        "model": source.model_dump(mode="json", exclude_defaults=True, exclude_none=True),
+        "calibration": {"dataset": "wikitext", "samples": 128, "sequence_length": length},
+        "evaluate": {"token_perplexity": {"dataset": "wikitext", "samples": 64, "sequence_length": length}},
+        "output": f"runs/{called}-50",
+    }
     taken = {spec.name: _taken(spec, found, skeleton, recipe, plugins) for spec in plugins.offers["pruners"].values()}
     chosen, refusal = taken[pruner]
     if not chosen:
@@ -63,8 +56,8 @@ def draft(source: ModelSource, name: str, skeleton: nn.Module, plugins: Plugins,
             f"{pruner} prunes none of this model's linears: {refusal}; give --pruner one that does: {able}"
         )
     few = [r for n, (r, _) in taken.items() if r and r["targets"] != ["*"] and n != pruner and "pattern" not in chosen]
-    rules = [f"  # - {_rule(only)}  # before the next rule" for only in few]
-    rules.append(f"  - {_rule(chosen)}  # half of the {chosen.get('pattern', 'weights')}")
+    rules = [f"  # - {flow(only)}  # before the next rule" for only in few]
+    rules.append(f"  - {flow(chosen)}  # half of the {chosen.get('pattern', 'weights')}")
     if "pattern" in chosen:  # experts go with it only, and not every config can describe what the others leave
         rules.append(f"{'' if _whole(chosen) else '# '}shrink: true  # write the smaller model")
     return "\n".join(
@@ -74,14 +67,13 @@ def draft(source: ModelSource, name: str, skeleton: nn.Module, plugins: Plugins,
             "# Pruners, and which linears of this model they take (`compressx plugins` lists where they come from):",
             *(f"#   {n:12} {_takes(t, why)}" for n, (t, why) in taken.items()),
             "",
-            f"model: {_flow(recipe['model'])}",
-            f"calibration: {_flow(recipe['calibration'])}  # or c4, python-docs (offline), {{text: FILES}}",
+            f"model: {flow(recipe['model'])}",
+            f"calibration: {flow(recipe['calibration'])}  # or c4, python-docs (offline), {{text: FILES}}",
             "prune:  # the first rule that matches a linear takes it",
             *rules,
             "# ignore: [layers: [0, -1]]  # layers or globs that no rule takes",
-            "evaluate:",
-            f"  token_perplexity: {_flow(measured)}  # before and after; without samples, on all of the text",
-            f"output: {json.dumps(recipe['output'])}",
+            f"evaluate: {flow(recipe['evaluate'])}  # before and after; without samples, on all of the text",
+            f"output: {flow(recipe['output'])}",
             "",
         ]
     )
@@ -92,27 +84,19 @@ def _described(found: Architecture, skeleton: nn.Module, name: str) -> list[str]
     every = {**found.linears, **found.outside}
     total = sum(p.numel() for p in skeleton.parameters())
     inside = sum(_weights(x) for x in found.linears.values())
-    rows = [(x.name, f"{x.out_features} x {x.in_features}", str(_weights(x))) for x in every.values()]
-    shown = [
-        (folds, shape, f"{count * int(each) / 1e6:.1f} M", "" if folds in found.outside else f"{count} linears")
-        for folds, count, (shape, each) in folded(rows)
-    ]
-    widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
-    lines = [
-        "   ".join([row[0].ljust(widths[0]), *(x.rjust(w) for x, w in zip(row[1:], widths[1:], strict=True))]).rstrip()
-        for row in shown
-    ]
-    what = f"{type(skeleton).__name__}, {len(found.blocks)} decoder blocks, {total / 1e6:.1f} M weights"
+    rows = [(x.name, f"{x.out_features} x {x.in_features}, {_weights(x) / 1e6:.1f} M") for x in every.values()]
+    linears = [f"{folds}: {f'{count} of ' if count > 1 else ''}{size}" for folds, count, (size,) in folded(rows)]
     outside = [f"{n}: outside the blocks; `*` leaves it dense, a target {n!r} prunes it" for n in found.outside]
     unprunable = [f"{n}: {reason}" for n, _, (reason,) in folded(found.unprunable.items())]
     return [
-        f"# {one_line(name)}: {what},",
+        f"# {one_line(name)}: {type(skeleton).__name__},",
+        f"# {len(found.blocks)} decoder blocks, {total / 1e6:.1f} M weights,",
         f"# {inside / 1e6:.1f} M of them in linears of the blocks.",
         "#",
         "#   compressx plan FILE    shows what would happen; compressx run FILE does it",
         "#",
         "# Linears, rows by columns:",
-        *(f"#   {line}" for line in lines),
+        *(f"#   {line}" for line in linears),
         "# Not pruned:",
         *(f"#   {line}" for line in [*outside, *unprunable]),
     ]
@@ -120,11 +104,6 @@ def _described(found: Architecture, skeleton: nn.Module, name: str) -> list[str]
 
 def _weights(linear: Linear) -> int:
     return linear.out_features * linear.in_features
-
-
-def _rule(rule: Mapping[str, Any]) -> str:
-    shown = {**rule, "targets": json.dumps(rule["targets"]), "pruner": flow(rule["pruner"])}
-    return "{" + ", ".join(f"{key}: {value}" for key, value in shown.items()) + "}"
 
 
 def _whole(rule: Mapping[str, Any]) -> bool:
@@ -138,10 +117,6 @@ def _takes(rule: Mapping[str, Any], why: str) -> str:
         return f"whole {rule['pattern']}, with pattern: {rule['pattern']}"
     targets = rule["targets"]
     return "all" if targets == ["*"] else f"only {' and '.join(targets)}, in a rule of their own"
-
-
-def _flow(values: dict[str, Any]) -> str:
-    return "{" + ", ".join(f"{key}: {json.dumps(value)}" for key, value in values.items()) + "}"
 
 
 def _taken(

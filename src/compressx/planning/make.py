@@ -5,8 +5,9 @@ Every error that can be found without weights or text is raised here, with its l
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -16,9 +17,8 @@ from compressx.models.architecture import Architecture, survey, text_config
 from compressx.models.blockwise import check_calls
 from compressx.planning.plan import Plan, PlannedLinear, PlannedRule
 from compressx.planning.structured import (
-    check_experts,
-    check_units,
-    check_whole,
+    check_count,
+    check_taken,
     find_depth,
     multiple_of,
     units_of_rules,
@@ -31,7 +31,6 @@ from compressx.recipe.validation import validate_options
 from compressx.runtime.errors import (
     CompressxError,
     Mistakes,
-    RecipeError,
     UnsupportedModelError,
     blamed_on,
     did_you_mean,
@@ -39,12 +38,7 @@ from compressx.runtime.errors import (
 
 
 def make_plan(loaded: LoadedRecipe, plugins: Plugins, skeleton: torch.nn.Module) -> Plan:
-    """Plan what happens to every linear of the model.
-
-    Args:
-        loaded: the recipe with its places in the file.
-        plugins: the available pruners.
-        skeleton: the model; only shapes are read, so it may be on the meta device.
+    """Plan what happens to every linear of the model, of which only shapes are read: it may be on the meta device.
 
     Raises:
         CompressxError: several of the following, a line for each.
@@ -62,8 +56,7 @@ def make_plan(loaded: LoadedRecipe, plugins: Plugins, skeleton: torch.nn.Module)
     assigned = match_targets(loaded, architecture, mistakes, {**units, **able})
     mistakes.raise_all()
     taken = assigned.taken
-    check_whole(loaded, units, assigned, mistakes)
-    check_experts(loaded, units, architecture, skeleton, mistakes)
+    check_taken(loaded, units, assigned, architecture, skeleton, mistakes)
     depth = find_depth(loaded, architecture, assigned, rules, mistakes)
     mistakes.raise_all()
     if depth is not None:
@@ -93,7 +86,7 @@ def make_plan(loaded: LoadedRecipe, plugins: Plugins, skeleton: torch.nn.Module)
             plan.depth.rule.build_depth()
     observing = _check_blocks(loaded, plan, architecture, skeleton, assigned.ignored, mistakes)
     needed = bool(observing) or bool(plan.sensitive) or plan.depth is not None
-    mistakes.add(*_text_mistakes(loaded, skeleton, needed))
+    _check_text(loaded, skeleton, mistakes, needed=needed)
     measures = plan.allocation is not None
     plan = replace(plan, needs_calibration=needed or measures or plan.reconstruct_block is not None)
     if plan.needs_calibration:
@@ -159,33 +152,23 @@ def _plan_rule(loaded: LoadedRecipe, plugins: Plugins, index: int) -> PlannedRul
     with loaded.at("prune", index, "pruner"):
         spec = plugins.find(PRUNER, rule.pruner)
     if isinstance(rule.pattern, str) and rule.pattern not in spec.units:
-        raise RecipeError(
-            f"{loaded.where('prune', index, 'pattern')}: {spec.name} does not prune {rule.pattern}; it prunes "
-            f"{', '.join(spec.units) or 'no units'}; pruners that do: {who_prunes(rule.pattern, plugins)}"
-        )
-    options = validate_options(spec.options, rule.options, lambda *at: loaded.where("prune", index, "options", *at))
+        told = f"{spec.name} does not prune {rule.pattern}; it prunes {', '.join(spec.units) or 'no units'}"
+        loaded.refuse(f"{told}; pruners that do: {who_prunes(rule.pattern, plugins)}", "prune", index, "pattern")
+    options = validate_options(spec.options, rule.options, partial(loaded.where, "prune", index, "options"))
     reconstructor = reconstructor_options = None
     if rule.reconstruct is not None:
-        with loaded.at("prune", index, "reconstruct"):
+        here = ("prune", index, "reconstruct")
+        with loaded.at(*here):
             reconstructor = plugins.find(PRUNER, rule.reconstruct.pruner)
         if not reconstructor.reconstructs:
-            able = ", ".join(sorted(s.name for s in plugins.offers["pruners"].values() if s.reconstructs))
-            raise RecipeError(
-                f"{loaded.where('prune', index, 'reconstruct')}: {reconstructor.name} only selects; "
-                f"pruners that reconstruct: {able}"
-            )
-        reconstructor_options = validate_options(
-            reconstructor.options,
-            rule.reconstruct.options,
-            lambda *at: loaded.where("prune", index, "reconstruct", "options", *at),
-        )
+            able = _names(plugins, lambda other: other.reconstructs)
+            loaded.refuse(f"{reconstructor.name} only selects; pruners that reconstruct: {able}", *here)
+        where = partial(loaded.where, *here, "options")
+        reconstructor_options = validate_options(reconstructor.options, rule.reconstruct.options, where)
         for name in reconstructor.selecting_options:
             if getattr(reconstructor_options, name) != reconstructor.options.model_fields[name].default:
-                where = loaded.where("prune", index, "reconstruct", "options", name)
-                raise RecipeError(
-                    f"{where}: {name} changes how {reconstructor.name} selects weights, and has no effect when it "
-                    "reconstructs; leave it out"
-                )
+                told = f"{name} changes how {reconstructor.name} selects weights, and has no effect here"
+                loaded.refuse(f"{told}; leave it out", *here, "options", name)
     return PlannedRule(index, spec, options, reconstructor, reconstructor_options)
 
 
@@ -194,12 +177,6 @@ def _patterns(
     units: Mapping[int, Mapping[str, Units]],
 ) -> dict[str, RulePattern]:  # fmt: skip
     """Return each linear's pattern; under an allocation that is yet to be computed, the nearest to its target.
-
-    Args:
-        loaded: the recipe with its places in the file.
-        specs: the selecting pruner of each rule.
-        taken: the index of the rule by linear name.
-        units: of each rule that prunes units, those of a linear, by name.
 
     Raises:
         RecipeError: a group or pattern that the pruner does not support.
@@ -220,30 +197,28 @@ def _pattern_of(loaded: LoadedRecipe, index: int, spec: PrunerSpec) -> Unstructu
     rule = loaded.recipe.prune[index]
     if isinstance(rule.pattern, str):
         return Unstructured(rule.sparsity or 0.0)
-    if not spec.groups and not (spec.nm and rule.pattern is not None):
-        raise RecipeError(
-            f"{loaded.where('prune', index)}: {spec.name} prunes whole units only; give it a pattern: "
-            f"{' or '.join(spec.units)}"
-        )
-    if rule.pattern is not None:
-        if not spec.nm:
-            raise RecipeError(
-                f"{loaded.where('prune', index, 'pattern')}: {spec.name} does not prune N:M (got {rule.pattern}); "
-                "give sparsity instead"
-            )
-        return rule.pattern
-    group = rule.group or spec.groups[0]
+    group = rule.group or next(iter(spec.groups), None)
+    if group is None and not (spec.nm and rule.pattern is not None):
+        told = f"{spec.name} prunes whole units only; give it a pattern: {' or '.join(spec.units)}"
+        loaded.refuse(told, "prune", index)
+    if rule.pattern is not None and not spec.nm:
+        told = f"{spec.name} does not prune N:M (got {rule.pattern}); give sparsity instead"
+        loaded.refuse(told, "prune", index, "pattern")
+    if rule.pattern is not None or group is None:
+        return rule.pattern  # type: ignore[return-value]  # units were returned above
     if group not in spec.groups:
-        raise RecipeError(
-            f"{loaded.where('prune', index, 'group')}: {spec.name} has no group {group!r}; "
-            f"{did_you_mean(group, spec.groups)}"
-        )
+        told = f"{spec.name} has no group {group!r}; {did_you_mean(group, spec.groups)}"
+        loaded.refuse(told, "prune", index, "group")
     return Unstructured(rule.sparsity or 0.0, group)
 
 
 def who_prunes(unit: str, plugins: Plugins) -> str:
     """Name the pruners of a kind of units."""
-    return ", ".join(sorted(s.name for s in plugins.offers["pruners"].values() if unit in s.units)) or "none"
+    return _names(plugins, lambda spec: unit in spec.units)
+
+
+def _names(plugins: Plugins, able: Callable[[PrunerSpec], bool]) -> str:
+    return ", ".join(sorted(spec.name for spec in plugins.offers["pruners"].values() if able(spec))) or "none"
 
 
 def _check_fits(loaded: LoadedRecipe, linear: PlannedLinear, linears: Sequence[PlannedLinear]) -> None:
@@ -256,48 +231,40 @@ def _check_fits(loaded: LoadedRecipe, linear: PlannedLinear, linears: Sequence[P
     pattern, (rows, columns) = linear.pattern, linear.shape
     if isinstance(pattern, NM):
         if columns % pattern.of:
-            raise RecipeError(
-                f"{loaded.where('prune', linear.rule.index, 'pattern')}: {linear.name} has {columns} input features, "
-                f"not divisible by {pattern.of} (pattern {pattern})"
-            )
+            told = f"{linear.name} has {columns} input features, not divisible by {pattern.of} (pattern {pattern})"
+            loaded.refuse(told, "prune", linear.rule.index, "pattern")
         return
     allocated = loaded.recipe.allocation is not None
-    place = loaded.where(*(("allocation", "target") if allocated else ("prune", linear.rule.index, "sparsity")))
+    place = ("allocation", "target") if allocated else ("prune", linear.rule.index, "sparsity")
     if isinstance(pattern, Structured):
         if pattern.unit != "blocks":  # those are looked at whether or not other rules take all their linears
-            check_units(place, pattern)
+            with loaded.at(*place):
+                check_count(pattern)
         return
     competing, what = (columns, "each row") if pattern.group == "row" else (rows * columns, "all rows")
     if pattern.group == "joint":
         joint = [x for x in linears if (x.rule, x.block) == (linear.rule, linear.block)]
         competing, what = sum(x.weights for x in joint), "the joint group"
-    if not allocated and pattern.sparsity > 0 and count_dropped(pattern.sparsity, competing) == 0:
-        raise RecipeError(
-            f"{place}: sparsity {pattern.sparsity:g} drops none of the {competing} weights in {what} of "
-            f"{linear.name}; at least {1 / competing:.6g} drops one, and 0 leaves it dense"
-        )
-    if not loaded.recipe.of_difference and count_dropped(pattern.sparsity, competing) == competing:
-        raise RecipeError(
-            f"{place}: sparsity {pattern.sparsity:g} keeps none of the {competing} weights in {what} of "
-            f"{linear.name}; at most {(competing - 1) / competing:.6g} keeps one"
-        )
+    dropped, weights = count_dropped(pattern.sparsity, competing), f"{competing} weights in {what} of {linear.name}"
+    if not allocated and pattern.sparsity > 0 and dropped == 0:
+        told = f"drops none of the {weights}; at least {1 / competing:.6g} drops one, and 0 leaves it dense"
+        loaded.refuse(f"sparsity {pattern.sparsity:g} {told}", *place)
+    if not loaded.recipe.of_difference and dropped == competing:
+        told = f"keeps none of the {weights}; at most {(competing - 1) / competing:.6g} keeps one"
+        loaded.refuse(f"sparsity {pattern.sparsity:g} {told}", *place)
 
 
-def _text_mistakes(loaded: LoadedRecipe, skeleton: torch.nn.Module, needed: bool) -> Iterator[RecipeError]:
-    """Yield an error for calibration that is missing though pruners need it, and for windows of too many tokens."""
-    recipe = loaded.recipe
-    if recipe.calibration is None and needed:
-        yield RecipeError(
-            f"{loaded.where()}: the recipe has no calibration, but its pruners need one; add one, such as "
-            "calibration: {dataset: wikitext, samples: 128}"
-        )
+def _check_text(loaded: LoadedRecipe, skeleton: torch.nn.Module, mistakes: Mistakes, *, needed: bool) -> None:
+    """Refuse calibration that is missing though pruners need it, and windows of too many tokens."""
+    calibration = loaded.recipe.calibration
     positions = getattr(text_config(skeleton), "max_position_embeddings", None)
-    calibration = recipe.calibration
-    if calibration is not None and positions is not None and (length := calibration.sequence_length) > positions:
-        yield RecipeError(
-            f"{loaded.where('calibration', 'sequence_length')}: sequence_length {length} is longer than the model's "
-            f"{positions} positions; set it to {positions} or less"
-        )
+    with mistakes.collected():
+        if calibration is None and needed:
+            told = "the recipe has no calibration, but its pruners need one; add one, such as "
+            loaded.refuse(f"{told}calibration: {{dataset: wikitext, samples: 128}}")
+        if calibration is not None and positions is not None and (length := calibration.sequence_length) > positions:
+            told = f"sequence_length {length} is longer than the model's {positions} positions"
+            loaded.refuse(f"{told}; set it to {positions} or less", "calibration", "sequence_length")
 
 
 def _check_blocks(

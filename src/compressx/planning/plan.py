@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import inspect
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -12,9 +10,10 @@ from typing import Any
 
 from pydantic import BaseModel
 from torch import Tensor
+from typing_extensions import get_protocol_members
 
 from compressx.api.patterns import RulePattern, Structured, allocated_form
-from compressx.api.pruner import AnyPruner, DepthSearch, PrunerSpec
+from compressx.api.pruner import AnyPruner, DepthSearch, Pruner, PrunerSpec
 from compressx.recipe.sections import Allocation, ReconstructBlock
 from compressx.runtime.errors import PluginError, blamed_on
 
@@ -62,50 +61,24 @@ class PlannedRule:
         Raises:
             PluginError: one that cannot be built, or lacks a method of `compressx.Pruner`.
         """
-        selector = _pruner(self.pruner, self.options)
-        return selector, _pruner(self.reconstructor, self.reconstructor_options) if self.reconstructor else None
+        selector = _built(self.pruner, self.options, Pruner)
+        return selector, _built(self.reconstructor, self.reconstructor_options, Pruner) if self.reconstructor else None
 
     def build_depth(self) -> DepthSearch:
-        """Make the selecting pruner of a rule that prunes whole blocks.
-
-        Raises:
-            PluginError: it cannot choose blocks, though it declares them.
-        """
-        pruner = _built(self.pruner, self.options)
-        if not isinstance(pruner, DepthSearch):
-            raise PluginError(
-                f"pruner {self.pruner.name!r} declares units blocks, but what build returned, a "
-                f"{type(pruner).__name__}, has no choose and windows; see compressx.DepthSearch"
-            )
+        """Make the selecting pruner of a rule that prunes whole blocks; errors are those of `build`."""
+        pruner: DepthSearch = _built(self.pruner, self.options, DepthSearch)
         return pruner
 
 
-def _built(spec: PrunerSpec, options: BaseModel | None) -> Any:
-    with blamed_on(f"pruner {spec.name!r} could not be built"):
-        return spec.build(options)
-
-
-def _pruner(spec: PrunerSpec, options: BaseModel | None) -> Any:
+def _built(spec: PrunerSpec, options: BaseModel | None, protocol: type) -> Any:
     """Build a pruner, and refuse one that would only fail when it is asked, after all calibration."""
-    pruner = _built(spec, options)
-    prepares = callable(getattr(pruner, "prepare", None))
-    methods = {"observe": ["block", "name"], "prune": ["block", "patterns", "stats", *["prepared"] * prepares]}
-    for name, arguments in methods.items():
-        method, called = getattr(pruner, name, None), f"{name}({', '.join(arguments)})"
-        if not callable(method):
-            raise PluginError(
-                f"pruner {spec.name!r}: what build returned, a {type(pruner).__name__}, has no {called}; see "
-                "compressx.Pruner"
-            )
-        with contextlib.suppress(ValueError):  # nothing is known of functions written in C
-            signature = inspect.signature(method)
-            try:
-                signature.bind(*arguments)
-            except TypeError as error:
-                raise PluginError(
-                    f"pruner {spec.name!r}: {name} takes {signature}, but is called as {called}"
-                    + (", since the pruner has prepare" if name == "prune" and prepares else "")
-                ) from error
+    with blamed_on(f"pruner {spec.name!r} could not be built"):
+        pruner = spec.build(options)
+    if lacks := [name for name in sorted(get_protocol_members(protocol)) if not hasattr(pruner, name)]:
+        raise PluginError(
+            f"pruner {spec.name!r}: what build returned, a {type(pruner).__name__}, has no {' and '.join(lacks)}; see "
+            f"compressx.{protocol.__name__}"
+        )
     return pruner
 
 

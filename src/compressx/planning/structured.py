@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,20 +32,11 @@ def units_of_rules(
     Returns:
         By index of the rule, each linear's units, by its name.
     """
-    known: dict[UnitKind, dict[str, Units]] = {}
     units: dict[int, dict[str, Units]] = {}
     for index, rule in enumerate(loaded.recipe.prune):
-        if not isinstance(rule.pattern, str) or rule.pattern == "blocks":
-            continue
-        with mistakes.collected():
-            try:
-                if rule.pattern not in known:
-                    known[rule.pattern] = _in_model(rule.pattern, found, skeleton)
-                units[index] = known[rule.pattern]
-            except UnsupportedModelError as error:
-                place = loaded.where("prune", index, "pattern")
-                instead = "without a pattern the rule prunes single weights"
-                raise UnsupportedModelError(f"{place}: no block has {rule.pattern}: {error}; {instead}") from error
+        if isinstance(rule.pattern, str) and rule.pattern != "blocks":
+            with mistakes.collected(), loaded.at("prune", index, "pattern"):
+                units[index] = _in_model(rule.pattern, found, skeleton)
     return units
 
 
@@ -61,69 +52,57 @@ def _in_model(kind: UnitKind, found: Architecture, skeleton: Any) -> dict[str, U
         except UnsupportedModelError as error:
             refusal = refusal or error
     if not units and refusal is not None:
-        raise refusal
+        instead = "without a pattern the rule prunes single weights"
+        raise UnsupportedModelError(f"no block has {kind}: {refusal}; {instead}") from refusal
     return units
 
 
-def check_experts(
-    loaded: LoadedRecipe, units: Mapping[int, Mapping[str, Units]], found: Architecture, skeleton: Any,
-    mistakes: Mistakes,
+def check_taken(
+    loaded: LoadedRecipe, units: Mapping[int, Mapping[str, Units]], assigned: Assigned, found: Architecture,
+    skeleton: Any, mistakes: Mistakes,
 ) -> None:  # fmt: skip
-    """Refuse to drop experts that a router cannot leave out, or so many that it has too few left to choose from."""
-    config = text_config(skeleton)
-    for index, rule in enumerate(loaded.recipe.prune):
-        if rule.pattern != "experts":
-            continue
-        place = loaded.where("prune", index, "pattern")
-        if not loaded.recipe.shrink:
-            mistakes.add(
-                RecipeError(
-                    f"{place}: experts go with shrink: true only, in a run that writes its output: without "
-                    "compressx, a router as large as before would choose them; add it, or prune neurons of the experts"
-                )
-            )
-            return
-        for one in {id(x): x for x in units[index].values()}.values():
-            fqn = found.block_of(next(iter(one.owners)))
-            block = Block([*found.blocks].index(fqn), fqn, found.blocks[fqn], found.linears, (), config)
-            try:
-                _, router = router_of(block, one)
-            except UnsupportedModelError as error:
-                mistakes.add(UnsupportedModelError(f"{place}: {error}"))
-                return
-            chosen = int(getattr(router, "top_k", getattr(config, "num_experts_per_tok", 1)))
-            left = one.count - count_dropped(rule.sparsity or 0.0, one.count)
-            if left < chosen:
-                mistakes.add(
-                    RecipeError(
-                        f"{loaded.where('prune', index, 'sparsity')}: sparsity {rule.sparsity:g} keeps {left} of the "
-                        f"{one}, but the router chooses {chosen} for each token; at most "
-                        f"{(one.count - chosen) / one.count:.6g} leaves it enough"
-                    )
-                )
-                return
-
-
-def check_whole(
-    loaded: LoadedRecipe, units: Mapping[int, Mapping[str, Units]], assigned: Assigned, mistakes: Mistakes
-) -> None:
-    """Refuse rules that take some linears of a unit and not the others; of each rule the first is told."""
+    """Refuse rules that take some linears of a unit and not the others, or experts that cannot go."""
     for index, owned in units.items():
-        for name, one in owned.items():
-            if assigned.taken.get(name) != index:
-                continue
-            left = next((n for n in one.owners if assigned.taken.get(n) != index), None)
-            if left is not None:
-                other = assigned.taken.get(left)
-                why = "is taken by an earlier rule" if other is not None and other < index else "is not"
-                why = f"is ignored by {assigned.ignored[left]}" if left in assigned.ignored else why
-                mistakes.add(
-                    RecipeError(
-                        f"{loaded.where('prune', index, 'targets')}: {one.kind} go whole, but {name} is a target of "
-                        f"prune[{index}] and {left} {why}; take all of {', '.join(one.owners)}"
-                    )
-                )
-                break
+        with mistakes.collected():
+            _check_whole(loaded, index, owned, assigned)
+        if loaded.recipe.prune[index].pattern == "experts":
+            with mistakes.collected():
+                _check_experts(loaded, index, owned, found, skeleton)
+
+
+def _check_whole(loaded: LoadedRecipe, index: int, owned: Mapping[str, Units], assigned: Assigned) -> None:
+    for name, one in owned.items():
+        left = next((n for n in one.owners if assigned.taken.get(n) != index), None)
+        if assigned.taken.get(name) == index and left is not None:
+            other = assigned.taken.get(left)
+            why = "is taken by an earlier rule" if other is not None and other < index else "is not"
+            why = f"is ignored by {assigned.ignored[left]}" if left in assigned.ignored else why
+            told = f"{one.kind} go whole, but {name} is a target of prune[{index}] and {left} {why}"
+            loaded.refuse(f"{told}; take all of {', '.join(one.owners)}", "prune", index, "targets")
+
+
+def _check_experts(
+    loaded: LoadedRecipe, index: int, owned: Mapping[str, Units], found: Architecture, skeleton: Any
+) -> None:
+    """Refuse to drop experts that a router cannot leave out, or so many that it has too few left to choose from."""
+    config, sparsity = text_config(skeleton), loaded.recipe.prune[index].sparsity or 0.0
+    if not loaded.recipe.shrink:
+        told = (
+            "experts go with shrink: true only, in a run that writes its output: without compressx, a router as large "
+            "as before would choose them; add it, or prune neurons of the experts"
+        )
+        loaded.refuse(told, "prune", index, "pattern")
+    for one in {id(x): x for x in owned.values()}.values():
+        fqn = found.block_of(next(iter(one.owners)))
+        block = Block([*found.blocks].index(fqn), fqn, found.blocks[fqn], found.linears, (), config)
+        with loaded.at("prune", index, "pattern"):
+            _, router = router_of(block, one)
+        chosen = int(getattr(router, "top_k", getattr(config, "num_experts_per_tok", 1)))
+        left = one.count - count_dropped(sparsity, one.count)
+        if left < chosen:
+            most = (one.count - chosen) / one.count
+            told = f"sparsity {sparsity:g} keeps {left} of the {one}, but the router chooses {chosen} for each token"
+            loaded.refuse(f"{told}; at most {most:.6g} leaves it enough", "prune", index, "sparsity")
 
 
 def multiple_of(loaded: LoadedRecipe, index: int, units: Units) -> int:
@@ -137,30 +116,24 @@ def multiple_of(loaded: LoadedRecipe, index: int, units: Units) -> int:
         return WIDTHS if units.kind == "neurons" and count % WIDTHS == 0 else 1
     if count % asked:
         fits = math.gcd(asked, count)
-        raise RecipeError(
-            f"{loaded.where('prune', index, 'multiple')}: multiple {asked} does not divide the {units}; {fits} does"
-        )
+        loaded.refuse(f"multiple {asked} does not divide the {units}; {fits} does", "prune", index, "multiple")
     return asked
 
 
-def check_units(place: str, pattern: Structured) -> None:
+def check_count(pattern: Structured) -> None:
     """Refuse a sparsity that drops no unit, or all.
 
     Raises:
-        RecipeError: the message begins with the place.
+        RecipeError: with the least or the most that would do.
     """
     units, count, step = pattern.units, pattern.units.count, pattern.multiple
     one = f"{step}, of which the number that stays is a multiple" if step > 1 else "one"
     if pattern.sparsity > 0 and pattern.dropped == 0:
-        raise RecipeError(
-            f"{place}: sparsity {pattern.sparsity:g} drops none of the {units}; "
-            + (f"at least {step / count:.6g} drops {one}" if count > step else f"a block keeps at least {one}")
-        )
+        least = f"at least {step / count:.6g} drops {one}" if count > step else f"a block keeps at least {one}"
+        raise RecipeError(f"sparsity {pattern.sparsity:g} drops none of the {units}; {least}")
     if pattern.dropped == count:
-        raise RecipeError(
-            f"{place}: sparsity {pattern.sparsity:g} keeps none of the {units}; at most "
-            f"{(count - step) / count:.6g} keeps {one}"
-        )
+        most = f"at most {(count - step) / count:.6g} keeps {one}"
+        raise RecipeError(f"sparsity {pattern.sparsity:g} keeps none of the {units}; {most}")
 
 
 def find_depth(
@@ -168,45 +141,25 @@ def find_depth(
 ) -> PlannedDepth | None:
     """Return which blocks may go; None when no rule drops blocks.
 
-    Args:
-        loaded: the recipe with its places in the file.
-        found: the model's blocks and linears.
-        assigned: what the rules target.
-        rules: the recipe's rules.
-        mistakes: receives a block of which some linears are targets and others are not, a sparsity that drops no
-            block or all, a second such rule, and a reconstructor, which has nothing to do.
+    `mistakes` receives a block of which some linears are targets and others are not, a sparsity that drops no block or
+    all, a second such rule, and a reconstructor, which has nothing to do.
     """
     index, targeted = next(iter(assigned.in_blocks.items()), (None, ()))
     if index is None:
         return None
     rule = loaded.recipe.prune[index]
     for other in [i for i in assigned.in_blocks if i != index]:
-        mistakes.add(
-            RecipeError(
-                f"{loaded.where('prune', other, 'pattern')}: blocks are dropped by prune[{index}] already; put the "
-                "targets of both in one rule, so that all blocks compete"
-            )
-        )
+        with mistakes.collected():
+            told = f"blocks are dropped by prune[{index}] already; put the targets of both in one rule"
+            loaded.refuse(f"{told}, so that all blocks compete", "prune", other, "pattern")
     if rule.reconstruct is not None:
-        mistakes.add(
-            RecipeError(
-                f"{loaded.where('prune', index, 'reconstruct')}: a block that goes has no weights left to update; drop "
-                "it, and use reconstruct_block or finetune"
-            )
-        )
+        with mistakes.collected():
+            told = "a block that goes has no weights left to update; drop it, and use reconstruct_block or finetune"
+            loaded.refuse(told, "prune", index, "reconstruct")
     names = set(targeted)
     inside = {fqn: linears for fqn in found.blocks if names & {*(linears := [*found.inside(fqn)])}}
-    for linears in inside.values():
-        if left := next((n for n in linears if n not in names), None):
-            some = next(n for n in linears if n in names)
-            why = f"is ignored by {assigned.ignored[left]}" if left in assigned.ignored else "is not"
-            mistakes.add(
-                RecipeError(
-                    f"{loaded.where('prune', index, 'targets')}: blocks go whole, but {some} is a target of "
-                    f"prune[{index}] and {left} {why}; name blocks by layers, such as {{layers: 1-28}}"
-                )
-            )
-            break
+    with mistakes.collected():
+        _check_whole_blocks(loaded, index, inside.values(), names, assigned)
     home = next(iter(found.blocks)).rpartition(".")[0]
     owners = {
         n: Owners(0, torch.full((found.linears[n].out_features,), i))
@@ -214,6 +167,17 @@ def find_depth(
         for n in linears
     }
     pattern = Structured("blocks", rule.sparsity or 0.0, Units("blocks", home, len(inside), owners))
-    with mistakes.collected():
-        check_units(loaded.where("prune", index, "sparsity"), pattern)
+    with mistakes.collected(), loaded.at("prune", index, "sparsity"):
+        check_count(pattern)
     return PlannedDepth(rules[index], pattern, tuple(inside))
+
+
+def _check_whole_blocks(
+    loaded: LoadedRecipe, index: int, blocks: Iterable[Sequence[str]], names: Collection[str], assigned: Assigned
+) -> None:
+    for linears in blocks:
+        if left := next((n for n in linears if n not in names), None):
+            some = next(n for n in linears if n in names)
+            why = f"is ignored by {assigned.ignored[left]}" if left in assigned.ignored else "is not"
+            told = f"blocks go whole, but {some} is a target of prune[{index}] and {left} {why}"
+            loaded.refuse(f"{told}; name blocks by layers, such as {{layers: 1-28}}", "prune", index, "targets")

@@ -6,6 +6,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import NoReturn
 
 from compressx.api.names import kind_of
 from compressx.models.architecture import Architecture
@@ -38,25 +39,25 @@ def match_targets(
 ) -> Assigned:
     """Assign each linear to the first rule that targets it and does not ignore it.
 
-    Args:
-        loaded: the recipe with its places in the file.
-        found: the model's linears; those outside the blocks match only targets that spell out their last part.
-        mistakes: receives an entry of `ignore` that matches nothing or has no effect, and a target without a linear
-            that is left for its rule, with its place.
-        within: by index of a rule that can take no others, the linears that it can take.
+    Linears outside the blocks match only targets that spell out their last part. `within` has, by index of a rule that
+    can take no others, the linears that it can take. `mistakes` receives an entry of `ignore` that matches nothing or
+    has no effect, and a target without a linear that is left for its rule.
 
     Raises:
         RecipeError: as for `targeted_by`.
     """
     recipe = loaded.recipe
     targeted = [
-        [targeted_by(loaded, ("prune", index, "targets", i), target, found) for i, target in enumerate(rule.targets)]
+        [_able(loaded, (index, i), targeted_by(loaded, ("prune", index, "targets", i), target, found), within or {})
+         for i, target in enumerate(rule.targets)]
         for index, rule in enumerate(recipe.prune)
-    ]
-    for index, able in (within or {}).items():
-        targeted[index] = [_able(loaded, (index, i), names, able) for i, names in enumerate(targeted[index])]
+    ]  # fmt: skip
     anywhere = {name for rule in targeted for names in rule for name in names}
-    hidden = _ignored(loaded, recipe.ignore, found, anywhere, mistakes)
+    hidden: dict[str, str] = {}
+    for i, entry in enumerate(recipe.ignore or ()):
+        with mistakes.collected():
+            names = _hidden_by(loaded, ("ignore", i), entry, found, anywhere)
+            hidden = dict.fromkeys(names, f"{_shown(entry)} at {loaded.where('ignore', i)}") | hidden
     taken: dict[str, int] = {}
     in_blocks: dict[int, Collection[str]] = {}
     for index, rule in sorted(enumerate(recipe.prune), key=lambda at: at[1].pattern == "blocks"):
@@ -65,22 +66,25 @@ def match_targets(
             in_blocks[index] = [name for name in own if name not in hidden]
         for position, names in enumerate(targeted[index]):
             if all(name in hidden or (name in taken and index not in in_blocks) for name in names):
-                mistakes.add(_nothing_left(loaded, (index, position), names, taken, hidden))
+                with mistakes.collected():
+                    _refuse_empty(loaded, (index, position), names, taken, hidden)
         taken |= {name: index for name in own if name not in taken and name not in hidden}
     return Assigned(taken, hidden, in_blocks)
 
 
-def _able(loaded: LoadedRecipe, at: tuple[int, int], names: Sequence[str], able: Collection[str]) -> list[str]:
+def _able(
+    loaded: LoadedRecipe, at: tuple[int, int], names: list[str], within: Mapping[int, Collection[str]]
+) -> list[str]:
     """Return the linears of a target that belong to the units that its rule prunes."""
     index, position = at
-    if left := [name for name in names if name in able]:
-        return left
-    rule = loaded.recipe.prune[index]
-    raise RecipeError(
-        f"{loaded.where('prune', index, 'targets', position)}: target {_shown(rule.targets[position])} matches "
-        f"{names[0]}{f' and {len(names) - 1} others' if len(names) > 1 else ''}, which belong to no {rule.pattern}; "
-        f'{rule.pattern} are in {", ".join(kinds(able))}; write targets: ["*"] for all of them'
-    )
+    able = within.get(index, names)
+    if not (left := [name for name in names if name in able]):
+        rule = loaded.recipe.prune[index]
+        matched = f"{names[0]}{f' and {len(names) - 1} others' if len(names) > 1 else ''}"
+        told = f"target {_shown(rule.targets[position])} matches {matched}, which belong to no {rule.pattern}"
+        units = f'{rule.pattern} are in {", ".join(kinds(able))}; write targets: ["*"] for all of them'
+        loaded.refuse(f"{told}; {units}", "prune", index, "targets", position)
+    return left
 
 
 def targeted_by(loaded: LoadedRecipe, place: Sequence[Step], target: Target, found: Architecture) -> list[str]:
@@ -94,83 +98,62 @@ def targeted_by(loaded: LoadedRecipe, place: Sequence[Step], target: Target, fou
     inside = {kind_of(n) for n in names}
     names += [n for n in found.outside if _names_outright(target, n) and kind_of(n) not in inside]
     if not names:
-        where = loaded.where(*place)
         for name, reason in found.unprunable.items():
             if _names_outright(target, name):
-                raise RecipeError(f"{where}: target {_shown(target)} names {name}, which is not prunable: {reason}")
+                loaded.refuse(f"target {_shown(target)} names {name}, which is not prunable: {reason}", *place)
         known = [*found.linears, *found.outside]
-        raise RecipeError(f"{where}: target {_shown(target)} matches no linear; {_similar(target, known)}")
+        loaded.refuse(f"target {_shown(target)} matches no linear; {_similar(target, known)}", *place)
     return names
-
-
-def _ignored(
-    loaded: LoadedRecipe, entries: Sequence[Target] | None, found: Architecture, targeted: Collection[str],
-    mistakes: Mistakes,
-) -> dict[str, str]:  # fmt: skip
-    """Return the weights that `ignore` hides, each with its entry and place."""
-    hidden: dict[str, str] = {}
-    for i, entry in enumerate(entries or ()):
-        place = ("ignore", i)
-        with mistakes.collected():
-            names = _hidden_by(loaded, place, entry, found, targeted)
-            hidden |= {name: f"{_shown(entry)} at {loaded.where(*place)}" for name in names if name not in hidden}
-    return hidden
 
 
 def _hidden_by(
     loaded: LoadedRecipe, place: Sequence[Step], entry: Target, found: Architecture, targeted: Collection[str]
 ) -> list[str]:
     """Return the weights that one entry of `ignore` matches; raise if it has no effect."""
-    where = loaded.where(*place)
     every = [*found.linears, *found.outside, *found.unprunable]
     names = _matching(loaded, place, entry, found, every)
     if not names:
-        raise RecipeError(f"{where}: ignore {_shown(entry)} matches no linear; {_similar(entry, every)}")
+        loaded.refuse(f"ignore {_shown(entry)} matches no linear; {_similar(entry, every)}", *place)
     # What is never pruned unless it is named, such as lm_head, may be ignored beside `*`: people write that.
     if all(name in found.linears and name not in targeted for name in names):
-        raise RecipeError(
-            f"{where}: ignore {_shown(entry)} has no effect: no rule targets any of the {len(names)} linears that it "
-            f"matches, such as {names[0]}; drop it"
-        )
+        told = f"no rule targets any of the {len(names)} linears that it matches, such as {names[0]}; drop it"
+        loaded.refuse(f"ignore {_shown(entry)} has no effect: {told}", *place)
     return names
 
 
-def _nothing_left(
+def _refuse_empty(
     loaded: LoadedRecipe, at: tuple[int, int], names: Sequence[str], taken: Mapping[str, int],
     hidden: Mapping[str, str],
-) -> RecipeError:  # fmt: skip
-    """Make the error for a target whose linears are all taken by earlier rules, or ignored."""
+) -> NoReturn:  # fmt: skip
+    """Refuse a target whose linears are all taken by earlier rules, or ignored."""
     index, position = at
     owners = {taken[name]: name for name in reversed(names) if name in taken}
     by = [f"{n} by prune[{owner}] at {loaded.where('prune', owner)}" for owner, n in sorted(owners.items())]
-    target = f"target {_shown(loaded.recipe.prune[index].targets[position])} of prune[{index}]"
-    where = loaded.where("prune", index, "targets", position)
+    told = f"target {_shown(loaded.recipe.prune[index].targets[position])} of prune[{index}] is"
     if all(name in taken for name in names):
-        return RecipeError(
-            f"{where}: {target} is shadowed: all {len(names)} linears that it matches are already taken, "
-            f"{', '.join(by)}; the first matching rule wins, so put the narrower rule first, or drop the target"
-        )
-    ignorers = {hidden[name]: name for name in reversed(names) if name not in taken}
-    by += [f"{name} is ignored by {entry}" for entry, name in ignorers.items()]
-    return RecipeError(
-        f"{where}: {target} is left without linears: of the {len(names)} that it matches, {', '.join(by)}; ignore "
-        "less, or drop the target"
-    )
+        told += f" shadowed: all {len(names)} linears that it matches are already taken, {', '.join(by)}"
+        remedy = "the first matching rule wins, so put the narrower rule first, or drop the target"
+    else:
+        ignorers = {hidden[name]: name for name in reversed(names) if name not in taken}
+        by += [f"{name} is ignored by {entry}" for entry, name in ignorers.items()]
+        told += f" left without linears: of the {len(names)} that it matches, {', '.join(by)}"
+        remedy = "ignore less, or drop the target"
+    loaded.refuse(f"{told}; {remedy}", "prune", index, "targets", position)
 
 
 def _matching(
     loaded: LoadedRecipe, place: Sequence[Step], target: Target, found: Architecture, names: Iterable[str]
 ) -> list[str]:
     """Return which of some names a target matches; `layers` match linears of the blocks only."""
-    where = loaded.where(*place)
     if isinstance(target, Layers):
         blocks = [*found.blocks]
         try:
             wanted = {blocks[i] for i in target.of(len(blocks))}
         except ValueError as error:
-            raise RecipeError(f"{where}: {target}: {error}") from None
+            loaded.refuse(f"{target}: {error}", *place)
         return [name for name in names if name in found.linears and found.block_of(name) in wanted]
-    _refuse_interval(where, target)
+    with loaded.at(*place):
+        _refuse_interval(target)
     return [name for name in names if matches(target, name)]
 
 
@@ -196,11 +179,11 @@ def _similar(target: Target, names: Sequence[str]) -> str:
     return f"{hint}{did_you_mean('' if hint else glob, kinds(names))}; whole names go from {names[0]} to {names[-1]}"
 
 
-def _refuse_interval(where: str, glob: str) -> None:
+def _refuse_interval(glob: str) -> None:
     """Refuse `[10-12]`, a set of single characters (1, 0 to 1, 2) that was meant as a range of numbers."""
     if (found := _INTERVAL.search(glob)) is not None:
         raise RecipeError(
-            f"{where}: {found[0]} in {glob!r} matches a single character, not a range of numbers; layers 10 to 12 are "
+            f"{found[0]} in {glob!r} matches a single character, not a range of numbers; layers 10 to 12 are "
             "'*.1[0-2].*', or {layers: 10-12} in targets and ignore; use several patterns where one is not enough"
         )
 
@@ -218,13 +201,13 @@ def _kind(name: str) -> str:
     return f"*.{stem.rsplit('.', 1)[-1]}.{kind}.*" if number else f"*.{kind}"
 
 
-def matching_planned(where: str, glob: str, planned: Sequence[str]) -> list[str]:
+def matching_planned(glob: str, planned: Sequence[str]) -> list[str]:
     """Return the pruned linears that a glob matches.
 
     Raises:
-        RecipeError: there is none, or a glob with `[10-12]`; the message begins with the place.
+        RecipeError: there is none, or a glob with `[10-12]`.
     """
-    _refuse_interval(where, glob)
+    _refuse_interval(glob)
     if matched := [name for name in planned if matches(glob, name)]:
         return matched
-    raise RecipeError(f"{where}: {glob!r} matches no pruned linear; {_similar(glob, planned)}")
+    raise RecipeError(f"{glob!r} matches no pruned linear; {_similar(glob, planned)}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import json
 import math
 import os
 import re
@@ -41,7 +42,7 @@ _CORE_SCHEMA: tuple[tuple[re.Pattern[str], Callable[[str], Scalar]], ...] = (
 
 
 @dataclass(frozen=True)
-class Document:
+class PlacedValue:
     """Plain dicts, lists and scalars with their places.
 
     Attributes:
@@ -67,12 +68,8 @@ class Document:
         except CompressxError as error:
             raise type(error)(f"{self.where(*loc)}: {error}") from error
 
-    def replaced(self, steps: Sequence[str], new: Document) -> Document:
-        """Return the document with one value replaced or added.
-
-        Args:
-            steps: keys, and indices as decimal text.
-            new: the new value; mistakes in `steps` are reported at its place.
+    def replaced(self, steps: Sequence[str], new: PlacedValue) -> PlacedValue:
+        """Return the document with one value replaced or added; mistakes in the steps are reported at its place.
 
         Raises:
             RecipeError: steps through another scalar or outside a list.
@@ -101,7 +98,7 @@ class Document:
         parent[step] = new.value
         places = {at: told for at, told in self.places.items() if at[: len(loc)] != loc}
         made = {loc[:i]: place for i in range(len(loc)) if loc[:i] not in places}
-        return Document(root[""], {**places, **made, **{(*loc, *at): told for at, told in new.places.items()}})
+        return PlacedValue(root[""], {**places, **made, **{(*loc, *at): told for at, told in new.places.items()}})
 
 
 def long_form(location: Sequence[Step], text: str) -> dict[str, Scalar] | None:
@@ -136,7 +133,7 @@ def _scalar(value: Scalar, place: str) -> Scalar:
     return float(value) if isinstance(value, float) else int(value)
 
 
-def from_python(value: object, name: str) -> Document:
+def from_python(value: object, name: str) -> PlacedValue:
     """Copy mappings, lists, tuples, scalars and paths, with places such as `name:prune[1].sparsity`.
 
     Raises:
@@ -159,7 +156,7 @@ def from_python(value: object, name: str) -> Document:
         kind = type(value).__name__
         raise RecipeError(f"{place}: expected text, a number, true, false, null, a list or a mapping; got {kind}")
 
-    return Document(copied(value, ()), places)
+    return PlacedValue(copied(value, ()), places)
 
 
 def path_text(loc: Iterable[Step]) -> str:
@@ -186,11 +183,11 @@ def flow(value: object) -> str:
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(flow, value)) + "]"
     if isinstance(value, str):
-        return value if re.fullmatch(r"[A-Za-z][\w/-]*", value) else f'"{value}"'
+        return value if re.fullmatch(r"[A-Za-z][\w/-]*", value) and read_plain(value) == value else json.dumps(value)
     return shown(value)
 
 
-def read_yaml(path: Path) -> Document:
+def read_yaml(path: Path) -> PlacedValue:
     """Read a YAML file.
 
     Raises:
@@ -208,10 +205,13 @@ def read_yaml(path: Path) -> Document:
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        line, column = data.count(b"\n", 0, error.start) + 1, error.start - data.rfind(b"\n", 0, error.start)
         told = f"byte 0x{error.object[error.start]:02x} is not UTF-8; save the file as UTF-8"
-        raise RecipeError(f"{name}:{line}:{column}: {told}") from None
+        raise RecipeError(f"{_end_of(data[: error.start].decode(), name)}: {told}") from None
     return parse_yaml(text, name)
+
+
+def _end_of(text: str, name: str) -> str:
+    return f"{name}:{text.count(chr(10)) + 1}:{len(text) - text.rfind(chr(10))}"
 
 
 def _recipes_near(path: Path) -> str:
@@ -242,45 +242,40 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]
         return node
 
 
-def parse_yaml(text: str, name: str, *, place: str | None = None) -> Document:
+def parse_yaml(text: str, name: str, *, place: str | None = None) -> PlacedValue:
     """Parse one YAML document; empty text is null.
 
-    Args:
-        text: the document.
-        name: the file, for places `name:line:column`.
-        place: used for every value instead.
+    Places are `name:line:column`, or `place` for every value.
 
     Raises:
         RecipeError: text that is not one YAML document within the limits, or that repeats a key or uses a tag.
     """
 
-    def at(line: int, column: int) -> str:
-        return place or f"{name}:{line + 1}:{column + 1}"
+    def at(mark: Any) -> str:
+        return place or f"{name}:{mark.line + 1}:{mark.column + 1}"
 
     try:
         root = yaml.compose(text, _Loader)
     except yaml.reader.ReaderError as error:
-        before = text[: error.position]
-        here = at(before.count("\n"), len(before) - before.rfind("\n") - 1)
+        here = place or _end_of(text[: error.position], name)
         raise RecipeError(f"{here}: the character {text[error.position]!r} is not allowed in YAML") from None
     except yaml.MarkedYAMLError as error:
         raise RecipeError(_not_yaml(error, at)) from None
     except (OverflowError, ValueError):  # of chr, without a position
-        raise RecipeError(f"{at(0, 0)}: not YAML: an escape beyond \\U0010FFFF") from None
+        raise RecipeError(f"{place or name}: not YAML: an escape beyond \\U0010FFFF") from None
     if root is None:
-        return Document(None, {(): at(0, 0)})
+        return PlacedValue(None, {(): place or f"{name}:1:1"})
     nodes = _Nodes(at)
-    value = nodes.plain(root, (), at(root.start_mark.line, root.start_mark.column))
+    value = nodes.plain(root, (), at(root.start_mark))
     if nodes.mistakes:
         raise RecipeError("\n".join(dict.fromkeys(nodes.mistakes)))
-    return Document(value, nodes.places)
+    return PlacedValue(value, nodes.places)
 
 
-def _not_yaml(error: Any, at: Callable[[int, int], str]) -> str:
+def _not_yaml(error: Any, at: Callable[[Any], str]) -> str:
     """Return PyYAML's message with the place where the parser stopped, and where what it read begins."""
-    mark, begun = error.problem_mark or error.context_mark, error.context_mark
-    here = at(mark.line, mark.column)
-    where = f" at {there}" if begun and (there := at(begun.line, begun.column)) != here else ""
+    here = at(error.problem_mark or error.context_mark)
+    where = f" at {begun}" if error.context_mark and (begun := at(error.context_mark)) != here else ""
     told = f"{error.context}{where}, {error.problem}" if error.context else str(error.problem)
     quotes = '; text that begins with * needs quotes, such as "*.q_proj"' if "alias" in told else ""
     return f"{here}: not YAML: {told}{quotes}"
@@ -289,14 +284,14 @@ def _not_yaml(error: Any, at: Callable[[int, int], str]) -> str:
 class _Nodes:
     """Turns composed nodes into plain data. State: places, mistakes, and the entries of mappings by identity."""
 
-    def __init__(self, at: Callable[[int, int], str]) -> None:
+    def __init__(self, at: Callable[[Any], str]) -> None:
         self.at = at
         self.places: dict[Location, str] = {}
         self.mistakes: list[str] = []
         self.known: dict[int, dict[str, tuple[Any, Any]]] = {}
 
     def where(self, node: Any) -> str:
-        return self.at(node.start_mark.line, node.start_mark.column)
+        return self.at(node.start_mark)
 
     def plain(self, node: Any, loc: Location, place: str) -> Any:
         """Return the value of a node.
@@ -353,13 +348,10 @@ def read_plain(text: str) -> Scalar:
     return text
 
 
-def override(document: Document, assignment: str, option: str = "--set") -> Document:
-    """Return the document with one value set.
+def override(document: PlacedValue, assignment: str, option: str = "--set") -> PlacedValue:
+    """Return the document with one value set, by `a.b[0].c=VALUE` or `a.b.0.c=VALUE` with VALUE in YAML.
 
-    Args:
-        document: the document.
-        assignment: `a.b[0].c=VALUE` or `a.b.0.c=VALUE` with VALUE in YAML.
-        option: the command-line option, for places such as `--set a.b[0].c=VALUE`.
+    Places are the command-line option and the assignment, such as `--set a.b[0].c=VALUE`.
 
     Raises:
         RecipeError: a malformed assignment, or a path through a scalar or outside a list.
@@ -386,7 +378,7 @@ def assignments(given: Sequence[str]) -> dict[str, Any]:
     Raises:
         RecipeError: as for `override`.
     """
-    root = Document({}, {(): "--set"})
+    root = PlacedValue({}, {(): "--set"})
     for assignment in given:
         root = override(root, assignment)
     made: dict[str, Any] = root.value

@@ -64,16 +64,13 @@ def matches(glob: str, name: str) -> bool:
 
 def _pattern(value: object) -> object:
     """Read `2:4`, or a kind of unit."""
-    if isinstance(value, str) and value.strip() in UNIT_KINDS:
-        return value.strip()
-    if isinstance(value, NM):
-        keep, of = value.keep, value.of
-    elif isinstance(value, str) and (match := re.fullmatch(r"\s*([0-9]{1,9})\s*:\s*([0-9]{1,9})\s*", value)):
-        keep, of = int(match[1]), int(match[2])
-    else:
-        raise ValueError(
-            'expected an N:M pattern, "2:4": of every 4 input features 2 are kept; or units: ' + ", ".join(UNIT_KINDS)
-        )
+    text = str(value).strip() if isinstance(value, str | NM) else ""
+    if text in UNIT_KINDS:
+        return text
+    if (match := re.fullmatch(r"([0-9]{1,9})\s*:\s*([0-9]{1,9})", text)) is None:
+        units = ", ".join(UNIT_KINDS)
+        raise ValueError(f'expected an N:M pattern, "2:4": of every 4 input features 2 are kept; or units: {units}')
+    keep, of = map(int, match.groups())
     if not 1 <= keep < of:
         idle = "; to prune nothing, leave the linear out of targets" if keep == of else ""
         raise ValueError(

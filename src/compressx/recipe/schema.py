@@ -9,15 +9,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, NoReturn, TypeAlias
 
 from pydantic import BaseModel, BeforeValidator, Field, StrictBool
 from pydantic.json_schema import GenerateJsonSchema
 
 from compressx.api.patterns import NM
 from compressx.recipe.document import (
-    Document,
     Location,
+    PlacedValue,
     Step,
     dump_yaml,
     from_python,
@@ -159,16 +159,20 @@ class LoadedRecipe:
         recipe: the recipe, with short forms expanded and defaults filled in.
     """
 
-    source: Document
+    source: PlacedValue
     recipe: Recipe
 
     def where(self, *loc: Step) -> str:
-        """Return the place of a key or list item, as `Document.where` does."""
+        """Return the place of a key or list item, as `PlacedValue.where` does."""
         return self.source.where(*loc)
 
     def at(self, *loc: Step) -> AbstractContextManager[None]:
         """Prefix the message of an error with the place of a key or list item."""
         return self.source.at(*loc)
+
+    def refuse(self, told: str, *loc: Step) -> NoReturn:
+        """Raise a `RecipeError` with the place of a key or list item."""
+        raise RecipeError(f"{self.where(*loc)}: {told}")
 
     def to_yaml(self) -> str:
         """Return the resolved recipe as YAML, which loads to an equal recipe."""
@@ -178,12 +182,9 @@ class LoadedRecipe:
 def load_recipe(
     recipe: Path | Mapping[str, Any], overrides: Sequence[str] = (), grid: Sequence[str] = ()
 ) -> LoadedRecipe:
-    """Load a recipe.
+    """Load a recipe from a YAML file, or the same structure in Python.
 
-    Args:
-        recipe: a YAML file, or the same structure in Python.
-        overrides: `a.b.0.c=VALUE` with VALUE in YAML, applied in order.
-        grid: assignments of the same form from `--grid`, applied after `overrides`.
+    Overrides are `a.b.0.c=VALUE` with VALUE in YAML, applied in order; after them those of `--grid`.
 
     Raises:
         RecipeError: one line with its place for each mistake.
@@ -191,7 +192,7 @@ def load_recipe(
     return _validated(_read(recipe, overrides, grid))
 
 
-def _read(recipe: Path | Mapping[str, Any], overrides: Sequence[str], grid: Sequence[str] = ()) -> Document:
+def _read(recipe: Path | Mapping[str, Any], overrides: Sequence[str], grid: Sequence[str] = ()) -> PlacedValue:
     document = read_yaml(recipe) if isinstance(recipe, Path) else from_python(recipe, "<dict>")
     for option, given in (("--set", overrides), ("--grid", grid)):
         for assignment in given:
@@ -199,7 +200,7 @@ def _read(recipe: Path | Mapping[str, Any], overrides: Sequence[str], grid: Sequ
     return document
 
 
-def _validated(source: Document) -> LoadedRecipe:
+def _validated(source: PlacedValue) -> LoadedRecipe:
     if not source.value and not isinstance(source.value, list):
         raise RecipeError(f"{source.where()}: the recipe is empty; it needs model, prune, output")
     loaded = LoadedRecipe(source, validated(Recipe, source.value, source.where))
@@ -269,13 +270,9 @@ _NOT_IN_MEMORY = {
 def recipe_in_memory(
     recipe: Path | Mapping[str, Any], model: str, calibration: Mapping[str, Any] | None, overrides: Sequence[str] = ()
 ) -> LoadedRecipe:
-    """Load a recipe for a model that is in memory.
+    """Load a recipe without `model` and `output`, for a model that is in memory and is called `model` in reports.
 
-    Args:
-        recipe: as for `load_recipe`, without `model` and `output`.
-        model: what the model is called in reports.
-        calibration: the keys of `calibration` that the caller's own text decides; None without such text.
-        overrides: as for `load_recipe`.
+    `calibration` has the keys of that section that the caller's own text decides; None without such text.
 
     Raises:
         RecipeError: as for `load_recipe`; a key that has no meaning here.
@@ -291,9 +288,9 @@ def recipe_in_memory(
     if refused:
         raise RecipeError("\n".join(f"{source.where(*at)}: {path_text(at)}: {why}" for at, why in refused.items()))
     for key, value in (calibration or {}).items():
-        source = source.replaced(["calibration", key], Document(value, {(): "the argument calibration"}))
+        source = source.replaced(["calibration", key], PlacedValue(value, {(): "the argument calibration"}))
     for key, value in (("model", model), ("output", ".")):
-        source = source.replaced([key], Document(value, {(): source.where()}))
+        source = source.replaced([key], PlacedValue(value, {(): source.where()}))
     return _validated(source)
 
 
@@ -301,13 +298,9 @@ Models: TypeAlias = Mapping[str, type[BaseModel]]
 
 
 def json_schema(offers: Mapping[str, Models]) -> dict[str, Any]:
-    """Return the JSON schema (2020-12) of recipes.
+    """Return the JSON schema (2020-12) of recipes, with the options that are offered by kind and name.
 
-    Args:
-        offers: option models by kind, such as `pruners`, and name; options are validated against them.
-
-    Returns:
-        Plain data. Other names are allowed, because others may be installed elsewhere.
+    Other names are allowed, because others may be installed elsewhere.
     """
     schema = Recipe.model_json_schema(by_alias=True)
     definitions = schema["$defs"]

@@ -65,13 +65,8 @@ def validated(
 ) -> _Model:
     """Validate plain data and refuse unknown keys, nested ones too, whatever the model's own `extra` says.
 
-    Args:
-        model: the schema.
-        data: dicts, lists and scalars.
-        where: returns the place of a location in `data`, or of the nearest enclosing value.
-        error: class to raise.
-        noun: the word for a key in messages.
-        strict: enforce strict types whatever the schema's own config: no `"8"` or `true` for a number.
+    `where` returns the place of a location in the data, or of what encloses it; `noun` is the word for a key. Types are
+    as strict as the schema says, or `strict`: no `"8"` or `true` for a number.
 
     Raises:
         CompressxError: of class `error`; one line for each problem, starting with its place.
@@ -87,11 +82,6 @@ def validated(
 
 def validate_options(model: type[_Model], options: object, where: Callable[..., str]) -> _Model:
     """Validate what a recipe says of a plugin, as strictly as a recipe's own keys.
-
-    Args:
-        model: the plugin's schema of its options.
-        options: dicts, lists and scalars from the recipe.
-        where: returns the place of a location within the options.
 
     Raises:
         RecipeError: unknown options, with the nearest valid one, and invalid values.

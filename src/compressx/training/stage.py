@@ -334,10 +334,10 @@ def _check_adapters(loaded: LoadedRecipe, settings: Finetune, skeleton: Any, pla
     """Refuse a glob of `lora.targets` that matches no pruned linear, or fused experts."""
     linears = survey(skeleton).linears
     for index, target in enumerate(() if settings.lora is None else settings.lora.targets):
-        where = loaded.where("finetune", "lora", "targets", index)
-        for name in matching_planned(where, target, planned):
-            if name in linears and linears[name].expert is not None:
-                raise RecipeError(
-                    f"{where}: {target!r} matches {name}, one of several experts in one parameter, which cannot have "
-                    'an adapter; expected targets without experts, such as "*.q_proj", or no lora'
-                )
+        with loaded.at("finetune", "lora", "targets", index):
+            for name in matching_planned(target, planned):
+                if name in linears and linears[name].expert is not None:
+                    raise RecipeError(
+                        f"{target!r} matches {name}, one of several experts in one parameter, which cannot have an "
+                        'adapter; expected targets without experts, such as "*.q_proj", or no lora'
+                    )

@@ -143,7 +143,7 @@ def test_reconstruction_trains_the_blocks_that_stay_towards_the_dense_stream():
 
 def test_a_pruner_that_declares_blocks_and_cannot_choose_is_refused():
     model = tiny_model("llama")
-    with pytest.raises(PluginError, match=r"'own' declares units blocks, .* a object, has no choose and windows; see"):
+    with pytest.raises(PluginError, match=r"'own': what build returned, a object, has no choose and windows; see"):
         choose_blocks(InMemory(model), plan_with(object(), model), BATCHES)
 
 

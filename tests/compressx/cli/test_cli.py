@@ -305,11 +305,11 @@ def test_init_and_plan_say_that_files_stay_as_large_and_what_makes_them_smaller_
 
 def test_init_says_what_is_where_which_pruners_take_it_and_what_it_cannot_do(work):
     text = printed("init", "model", "--pruner", "attnprune", "--dtype", "bfloat16")
-    assert "# model: LlamaForCausalLM, 3 decoder blocks, 0.1 M weights,\n# 0.1 M of them in" in text
-    assert "#   model.layers.0-2.self_attn.k_proj    32 x 64   0.0 M   3 linears\n" in text
+    assert "# model: LlamaForCausalLM,\n# 3 decoder blocks, 0.1 M weights,\n# 0.1 M of them in" in text
+    assert "#   model.layers.0-2.self_attn.k_proj: 3 of 32 x 64, 0.0 M\n" in text
     assert "#   attnprune    only *.q_proj and *.k_proj, in a rule of their own\n#   dare         all\n" in text
     assert "#   depth        whole blocks, with pattern: blocks\n#   magnitude    all\n" in text
-    assert 'model: {path: "model", dtype: "bfloat16"}\n' in text
+    assert "model: {path: model, dtype: bfloat16}\n" in text
     Path("attention.yaml").write_text(text)
     assert len(json.loads(printed("plan", "attention.yaml", "--json"))["linears"]) == 6
     assert "no pruner 'wnda'; did you mean 'wanda'?" in refused("init", "model", "--pruner", "wnda")
