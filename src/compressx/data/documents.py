@@ -281,8 +281,8 @@ def _plain(paths: list[Path], key: str) -> list[Path]:
     """Refuse files of another kind."""
     rows = {".jsonl": "holds rows of fields; write {json: FILE} for them"} if key == "text" else {}
     for path in paths:
-        if told := (_OTHER_KINDS | rows).get(suffix(path)):
-            raise CalibrationError(f"{key}: {path} {told}")
+        if message := (_OTHER_KINDS | rows).get(suffix(path)):
+            raise CalibrationError(f"{key}: {path} {message}")
     return paths
 
 
@@ -562,10 +562,12 @@ def _hub_rows(source: DatasetSource, purpose: Purpose) -> list[Document | None]:
         raise
     except Exception as error:  # datasets lets any exception of its hub client, file systems and parsers through
         if unreachable:
-            told = f"{where} is not in the cache, and the hub cannot be reached ({unreachable}); {_OFFLINE}"
-            raise UnreachableError(told) from error
-        told = f"{where} could not be fetched ({_reason(error)}); check its name, config and split, or the connection"
-        raise CalibrationError(told) from error
+            message = f"{where} is not in the cache, and the hub cannot be reached ({unreachable}); {_OFFLINE}"
+            raise UnreachableError(message) from error
+        message = (
+            f"{where} could not be fetched ({_reason(error)}); check its name, config and split, or the connection"
+        )
+        raise CalibrationError(message) from error
 
 
 @contextmanager

@@ -138,8 +138,8 @@ def _taken(
         else:
             return rule, ""
     # That the model is not supported says more than that some linears are not.
-    told = next((e for e in refusals if isinstance(e, UnsupportedModelError)), refusals[0])
-    return {}, re.sub(r".*prune\[0\]\S*: ", "", " ".join(str(told).split()))
+    message = next((e for e in refusals if isinstance(e, UnsupportedModelError)), refusals[0])
+    return {}, re.sub(r".*prune\[0\]\S*: ", "", " ".join(str(message).split()))
 
 
 def _accepted(

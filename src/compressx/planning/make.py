@@ -152,8 +152,8 @@ def _plan_rule(loaded: LoadedRecipe, plugins: Plugins, index: int) -> PlannedRul
     with loaded.at("prune", index, "pruner"):
         spec = plugins.find(PRUNER, rule.pruner)
     if isinstance(rule.pattern, str) and rule.pattern not in spec.units:
-        told = f"{spec.name} does not prune {rule.pattern}; it prunes {', '.join(spec.units) or 'no units'}"
-        loaded.refuse(f"{told}; pruners that do: {who_prunes(rule.pattern, plugins)}", "prune", index, "pattern")
+        message = f"{spec.name} does not prune {rule.pattern}; it prunes {', '.join(spec.units) or 'no units'}"
+        loaded.refuse(f"{message}; pruners that do: {who_prunes(rule.pattern, plugins)}", "prune", index, "pattern")
     options = validate_options(spec.options, rule.options, partial(loaded.where, "prune", index, "options"))
     reconstructor = reconstructor_options = None
     if rule.reconstruct is not None:
@@ -167,8 +167,8 @@ def _plan_rule(loaded: LoadedRecipe, plugins: Plugins, index: int) -> PlannedRul
         reconstructor_options = validate_options(reconstructor.options, rule.reconstruct.options, where)
         for name in reconstructor.selecting_options:
             if getattr(reconstructor_options, name) != reconstructor.options.model_fields[name].default:
-                told = f"{name} changes how {reconstructor.name} selects weights, and has no effect here"
-                loaded.refuse(f"{told}; leave it out", *here, "options", name)
+                message = f"{name} changes how {reconstructor.name} selects weights, and has no effect here"
+                loaded.refuse(f"{message}; leave it out", *here, "options", name)
     return PlannedRule(index, spec, options, reconstructor, reconstructor_options)
 
 
@@ -199,16 +199,16 @@ def _pattern_of(loaded: LoadedRecipe, index: int, spec: PrunerSpec) -> Unstructu
         return Unstructured(rule.sparsity or 0.0)
     group = rule.group or next(iter(spec.groups), None)
     if group is None and not (spec.nm and rule.pattern is not None):
-        told = f"{spec.name} prunes whole units only; give it a pattern: {' or '.join(spec.units)}"
-        loaded.refuse(told, "prune", index)
+        message = f"{spec.name} prunes whole units only; give it a pattern: {' or '.join(spec.units)}"
+        loaded.refuse(message, "prune", index)
     if rule.pattern is not None and not spec.nm:
-        told = f"{spec.name} does not prune N:M (got {rule.pattern}); give sparsity instead"
-        loaded.refuse(told, "prune", index, "pattern")
+        message = f"{spec.name} does not prune N:M (got {rule.pattern}); give sparsity instead"
+        loaded.refuse(message, "prune", index, "pattern")
     if rule.pattern is not None or group is None:
         return rule.pattern  # type: ignore[return-value]  # units were returned above
     if group not in spec.groups:
-        told = f"{spec.name} has no group {group!r}; {did_you_mean(group, spec.groups)}"
-        loaded.refuse(told, "prune", index, "group")
+        message = f"{spec.name} has no group {group!r}; {did_you_mean(group, spec.groups)}"
+        loaded.refuse(message, "prune", index, "group")
     return Unstructured(rule.sparsity or 0.0, group)
 
 
@@ -231,8 +231,8 @@ def _check_fits(loaded: LoadedRecipe, linear: PlannedLinear, linears: Sequence[P
     pattern, (rows, columns) = linear.pattern, linear.shape
     if isinstance(pattern, NM):
         if columns % pattern.of:
-            told = f"{linear.name} has {columns} input features, not divisible by {pattern.of} (pattern {pattern})"
-            loaded.refuse(told, "prune", linear.rule.index, "pattern")
+            message = f"{linear.name} has {columns} input features, not divisible by {pattern.of} (pattern {pattern})"
+            loaded.refuse(message, "prune", linear.rule.index, "pattern")
         return
     allocated = loaded.recipe.allocation is not None
     place = ("allocation", "target") if allocated else ("prune", linear.rule.index, "sparsity")
@@ -247,11 +247,11 @@ def _check_fits(loaded: LoadedRecipe, linear: PlannedLinear, linears: Sequence[P
         competing, what = sum(x.weights for x in joint), "the joint group"
     dropped, weights = count_dropped(pattern.sparsity, competing), f"{competing} weights in {what} of {linear.name}"
     if not allocated and pattern.sparsity > 0 and dropped == 0:
-        told = f"drops none of the {weights}; at least {1 / competing:.6g} drops one, and 0 leaves it dense"
-        loaded.refuse(f"sparsity {pattern.sparsity:g} {told}", *place)
+        message = f"drops none of the {weights}; at least {1 / competing:.6g} drops one, and 0 leaves it dense"
+        loaded.refuse(f"sparsity {pattern.sparsity:g} {message}", *place)
     if not loaded.recipe.of_difference and dropped == competing:
-        told = f"keeps none of the {weights}; at most {(competing - 1) / competing:.6g} keeps one"
-        loaded.refuse(f"sparsity {pattern.sparsity:g} {told}", *place)
+        message = f"keeps none of the {weights}; at most {(competing - 1) / competing:.6g} keeps one"
+        loaded.refuse(f"sparsity {pattern.sparsity:g} {message}", *place)
 
 
 def _check_text(loaded: LoadedRecipe, skeleton: torch.nn.Module, mistakes: Mistakes, *, needed: bool) -> None:
@@ -260,11 +260,11 @@ def _check_text(loaded: LoadedRecipe, skeleton: torch.nn.Module, mistakes: Mista
     positions = getattr(text_config(skeleton), "max_position_embeddings", None)
     with mistakes.collected():
         if calibration is None and needed:
-            told = "the recipe has no calibration, but its pruners need one; add one, such as "
-            loaded.refuse(f"{told}calibration: {{dataset: wikitext, samples: 128}}")
+            message = "the recipe has no calibration, but its pruners need one; add one, such as "
+            loaded.refuse(f"{message}calibration: {{dataset: wikitext, samples: 128}}")
         if calibration is not None and positions is not None and (length := calibration.sequence_length) > positions:
-            told = f"sequence_length {length} is longer than the model's {positions} positions"
-            loaded.refuse(f"{told}; set it to {positions} or less", "calibration", "sequence_length")
+            message = f"sequence_length {length} is longer than the model's {positions} positions"
+            loaded.refuse(f"{message}; set it to {positions} or less", "calibration", "sequence_length")
 
 
 def _check_blocks(
@@ -286,10 +286,10 @@ def _check_blocks(
                 try:
                     _check_block(loaded, rule, block, patterns)
                 except CompressxError as error:
-                    told = ", ".join(f"{n} is ignored by {ignored[n]}" for n in block.linears if n in ignored)
+                    message = ", ".join(f"{n} is ignored by {ignored[n]}" for n in block.linears if n in ignored)
                     alone = not block.fqn or not isinstance(error, UnsupportedModelError)
                     more = "" if alone else _elsewhere(loaded, plan, rule, blocks)
-                    raise type(error)(f"{error}{more}{told and f' ({told})'}") from error
+                    raise type(error)(f"{error}{more}{message and f' ({message})'}") from error
                 if rule not in observing and rule in asked:
                     with loaded.at("prune", rule.index):
                         observing |= {rule} if _observes(rule, block, patterns) else set()

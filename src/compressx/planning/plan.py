@@ -26,7 +26,7 @@ class PlannedRule:
         index: position in the recipe's `prune`.
         pruner: selects.
         options: validated by the pruner's own model.
-        reconstructor: gives the survivors new values, or None.
+        reconstructor: gives the kept weights new values, or None.
         reconstructor_options: validated likewise.
     """
 
@@ -108,17 +108,17 @@ class PlannedLinear:
 
 @dataclass(frozen=True)
 class PlannedDepth:
-    """A rule that drops whole decoder blocks, beside the rules that prune linears of the blocks that stay.
+    """A rule that drops whole decoder blocks, beside the rules that prune linears of the others.
 
     Attributes:
         rule: the rule.
-        pattern: what it asks of all linears in the blocks that may go.
+        pattern: what it asks of all linears in the blocks that may be removed.
         blocks: the names of those blocks, in the order of the pattern's units.
-        scores: by name, the divergence of the predictions without each of them that can go alone, in nats; empty until
-            the blocks are measured.
-        chosen: the names of those that go, in the order in which they were chosen, each with the divergence without it
-            and those before it.
-        solved: by name, linears of blocks that stay whose weights were solved for anew [out_features, in_features],
+        scores: by name, the divergence in nats of the predictions without each that can be removed alone; empty
+            until the blocks are measured.
+        chosen: the names of the removed ones, in the order in which they were chosen, each with the divergence without
+            it and those before it.
+        solved: by name, linears of kept blocks whose weights were solved for anew [out_features, in_features],
             each with the share that is left of what was missing in their block's output.
     """
 
@@ -131,7 +131,7 @@ class PlannedDepth:
 
     @property
     def dropped(self) -> tuple[str, ...]:
-        """The names of the blocks that go; none until they are measured."""
+        """The names of the removed blocks; none until they are measured."""
         return tuple(self.chosen)
 
     def to_dict(self) -> dict[str, Any]:
@@ -161,8 +161,8 @@ class Plan:
         needs_calibration: whether calibration text is read.
         allocation: how sparsities are chosen, once there are weights if that needs measuring; each linear's pattern is
             what is nearest to the target until then. None when the patterns are final.
-        reconstruct_block: how the survivors of each block are trained; None when they are not.
-        depth: which blocks may go; None when no rule drops blocks.
+        reconstruct_block: how the kept weights of each block are trained; None when they are not.
+        depth: which blocks may be removed; None when no rule drops blocks.
         unprunable: fraction of the blocks' weights that are in no linear, such as experts in an unknown layout.
         matrices: number of weights in the blocks' matrices, linears or not.
     """
@@ -195,7 +195,7 @@ class Plan:
 
     @property
     def dropped(self) -> tuple[str, ...]:
-        """The names of the blocks that go."""
+        """The names of the removed blocks."""
         return () if self.depth is None else self.depth.dropped
 
     @property
@@ -231,7 +231,7 @@ class Plan:
         return replace(self, linears=linears, allocation=None)
 
     def scored(self, scores: Mapping[str, float], chosen: Mapping[str, float]) -> Plan:
-        """Return the plan with its blocks measured: linears in those that go are no longer other rules'."""
+        """Return the plan with its blocks measured: linears in the removed ones are no longer other rules'."""
         assert self.depth is not None  # noqa: S101 - blocks are measured because a rule drops some
         depth = replace(self.depth, scores=dict(scores), chosen=dict(chosen))
         linears = tuple(

@@ -1,4 +1,4 @@
-"""Rules that prune units: which units a model has, whether a rule takes them whole, and which whole blocks may go."""
+"""Rules that prune units: which a model has, whether a rule takes them whole, and which whole blocks may be removed."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def check_taken(
     loaded: LoadedRecipe, units: Mapping[int, Mapping[str, Units]], assigned: Assigned, found: Architecture,
     skeleton: Any, mistakes: Mistakes,
 ) -> None:  # fmt: skip
-    """Refuse rules that take some linears of a unit and not the others, or experts that cannot go."""
+    """Refuse rules that take some linears of a unit and not the others, or experts that cannot be removed."""
     for index, owned in units.items():
         with mistakes.collected():
             _check_whole(loaded, index, owned, assigned)
@@ -77,8 +77,8 @@ def _check_whole(loaded: LoadedRecipe, index: int, owned: Mapping[str, Units], a
             other = assigned.taken.get(left)
             why = "is taken by an earlier rule" if other is not None and other < index else "is not"
             why = f"is ignored by {assigned.ignored[left]}" if left in assigned.ignored else why
-            told = f"{one.kind} go whole, but {name} is a target of prune[{index}] and {left} {why}"
-            loaded.refuse(f"{told}; take all of {', '.join(one.owners)}", "prune", index, "targets")
+            message = f"{one.kind} are removed whole, but {name} is a target of prune[{index}] and {left} {why}"
+            loaded.refuse(f"{message}; take all of {', '.join(one.owners)}", "prune", index, "targets")
 
 
 def _check_experts(
@@ -87,11 +87,11 @@ def _check_experts(
     """Refuse to drop experts that a router cannot leave out, or so many that it has too few left to choose from."""
     config, sparsity = text_config(skeleton), loaded.recipe.prune[index].sparsity or 0.0
     if not loaded.recipe.shrink:
-        told = (
+        message = (
             "experts go with shrink: true only, in a run that writes its output: without compressx, a router as large "
             "as before would choose them; add it, or prune neurons of the experts"
         )
-        loaded.refuse(told, "prune", index, "pattern")
+        loaded.refuse(message, "prune", index, "pattern")
     for one in {id(x): x for x in owned.values()}.values():
         fqn = found.block_of(next(iter(one.owners)))
         block = Block([*found.blocks].index(fqn), fqn, found.blocks[fqn], found.linears, (), config)
@@ -101,12 +101,12 @@ def _check_experts(
         left = one.count - count_dropped(sparsity, one.count)
         if left < chosen:
             most = (one.count - chosen) / one.count
-            told = f"sparsity {sparsity:g} keeps {left} of the {one}, but the router chooses {chosen} for each token"
-            loaded.refuse(f"{told}; at most {most:.6g} leaves it enough", "prune", index, "sparsity")
+            message = f"sparsity {sparsity:g} keeps {left} of the {one}, but the router chooses {chosen} for each token"
+            loaded.refuse(f"{message}; at most {most:.6g} leaves it enough", "prune", index, "sparsity")
 
 
 def multiple_of(loaded: LoadedRecipe, index: int, units: Units) -> int:
-    """Return of what the number of units that stay is a multiple: what the rule says, of neurons 32 where it divides.
+    """Return of what the number of kept units is a multiple: what the rule says, of neurons 32 where it divides.
 
     Raises:
         RecipeError: a multiple that does not divide the number of units.
@@ -127,7 +127,7 @@ def check_count(pattern: Structured) -> None:
         RecipeError: with the least or the most that would do.
     """
     units, count, step = pattern.units, pattern.units.count, pattern.multiple
-    one = f"{step}, of which the number that stays is a multiple" if step > 1 else "one"
+    one = f"{step}, of which the number of kept ones is a multiple" if step > 1 else "one"
     if pattern.sparsity > 0 and pattern.dropped == 0:
         least = f"at least {step / count:.6g} drops {one}" if count > step else f"a block keeps at least {one}"
         raise RecipeError(f"sparsity {pattern.sparsity:g} drops none of the {units}; {least}")
@@ -139,7 +139,7 @@ def check_count(pattern: Structured) -> None:
 def find_depth(
     loaded: LoadedRecipe, found: Architecture, assigned: Assigned, rules: Sequence[PlannedRule], mistakes: Mistakes
 ) -> PlannedDepth | None:
-    """Return which blocks may go; None when no rule drops blocks.
+    """Return which blocks may be removed; None when no rule drops blocks.
 
     `mistakes` receives a block of which some linears are targets and others are not, a sparsity that drops no block or
     all, a second such rule, and a reconstructor, which has nothing to do.
@@ -150,12 +150,12 @@ def find_depth(
     rule = loaded.recipe.prune[index]
     for other in [i for i in assigned.in_blocks if i != index]:
         with mistakes.collected():
-            told = f"blocks are dropped by prune[{index}] already; put the targets of both in one rule"
-            loaded.refuse(f"{told}, so that all blocks compete", "prune", other, "pattern")
+            message = f"blocks are dropped by prune[{index}] already; put the targets of both in one rule"
+            loaded.refuse(f"{message}, so that all blocks compete", "prune", other, "pattern")
     if rule.reconstruct is not None:
         with mistakes.collected():
-            told = "a block that goes has no weights left to update; drop it, and use reconstruct_block or finetune"
-            loaded.refuse(told, "prune", index, "reconstruct")
+            message = "a removed block has no weights left to update; drop it, and use reconstruct_block or finetune"
+            loaded.refuse(message, "prune", index, "reconstruct")
     names = set(targeted)
     inside = {fqn: linears for fqn in found.blocks if names & {*(linears := [*found.inside(fqn)])}}
     with mistakes.collected():
@@ -179,5 +179,5 @@ def _check_whole_blocks(
         if left := next((n for n in linears if n not in names), None):
             some = next(n for n in linears if n in names)
             why = f"is ignored by {assigned.ignored[left]}" if left in assigned.ignored else "is not"
-            told = f"blocks go whole, but {some} is a target of prune[{index}] and {left} {why}"
-            loaded.refuse(f"{told}; name blocks by layers, such as {{layers: 1-28}}", "prune", index, "targets")
+            message = f"blocks are removed whole, but {some} is a target of prune[{index}] and {left} {why}"
+            loaded.refuse(f"{message}; name blocks by layers, such as {{layers: 1-28}}", "prune", index, "targets")

@@ -26,7 +26,7 @@ class Assigned:
         taken: the index of the rule in the recipe's `prune`, by linear name.
         ignored: the entry of `ignore` that hides a weight, with its place, by name; only weights that no rule takes.
         in_blocks: by index of a rule that drops whole blocks, all linears that it targets: others may take them, too,
-            for the blocks that stay, and it takes only what they leave.
+            for the blocks that are kept, and it takes only what they leave.
     """
 
     taken: Mapping[str, int]
@@ -81,9 +81,9 @@ def _able(
     if not (left := [name for name in names if name in able]):
         rule = loaded.recipe.prune[index]
         matched = f"{names[0]}{f' and {len(names) - 1} others' if len(names) > 1 else ''}"
-        told = f"target {_shown(rule.targets[position])} matches {matched}, which belong to no {rule.pattern}"
+        message = f"target {_shown(rule.targets[position])} matches {matched}, which belong to no {rule.pattern}"
         units = f'{rule.pattern} are in {", ".join(kinds(able))}; write targets: ["*"] for all of them'
-        loaded.refuse(f"{told}; {units}", "prune", index, "targets", position)
+        loaded.refuse(f"{message}; {units}", "prune", index, "targets", position)
     return left
 
 
@@ -116,8 +116,8 @@ def _hidden_by(
         loaded.refuse(f"ignore {_shown(entry)} matches no linear; {_similar(entry, every)}", *place)
     # What is never pruned unless it is named, such as lm_head, may be ignored beside `*`: people write that.
     if all(name in found.linears and name not in targeted for name in names):
-        told = f"no rule targets any of the {len(names)} linears that it matches, such as {names[0]}; drop it"
-        loaded.refuse(f"ignore {_shown(entry)} has no effect: {told}", *place)
+        message = f"no rule targets any of the {len(names)} linears that it matches, such as {names[0]}; drop it"
+        loaded.refuse(f"ignore {_shown(entry)} has no effect: {message}", *place)
     return names
 
 
@@ -129,16 +129,16 @@ def _refuse_empty(
     index, position = at
     owners = {taken[name]: name for name in reversed(names) if name in taken}
     by = [f"{n} by prune[{owner}] at {loaded.where('prune', owner)}" for owner, n in sorted(owners.items())]
-    told = f"target {_shown(loaded.recipe.prune[index].targets[position])} of prune[{index}] is"
+    message = f"target {_shown(loaded.recipe.prune[index].targets[position])} of prune[{index}] is"
     if all(name in taken for name in names):
-        told += f" shadowed: all {len(names)} linears that it matches are already taken, {', '.join(by)}"
+        message += f" shadowed: all {len(names)} linears that it matches are already taken, {', '.join(by)}"
         remedy = "the first matching rule wins, so put the narrower rule first, or drop the target"
     else:
         ignorers = {hidden[name]: name for name in reversed(names) if name not in taken}
         by += [f"{name} is ignored by {entry}" for entry, name in ignorers.items()]
-        told += f" left without linears: of the {len(names)} that it matches, {', '.join(by)}"
+        message += f" left without linears: of the {len(names)} that it matches, {', '.join(by)}"
         remedy = "ignore less, or drop the target"
-    loaded.refuse(f"{told}; {remedy}", "prune", index, "targets", position)
+    loaded.refuse(f"{message}; {remedy}", "prune", index, "targets", position)
 
 
 def _matching(

@@ -96,9 +96,9 @@ class PlacedValue:
             if isinstance(parent, dict):
                 parent.setdefault(step, None)
         parent[step] = new.value
-        places = {at: told for at, told in self.places.items() if at[: len(loc)] != loc}
+        places = {at: where for at, where in self.places.items() if at[: len(loc)] != loc}
         made = {loc[:i]: place for i in range(len(loc)) if loc[:i] not in places}
-        return PlacedValue(root[""], {**places, **made, **{(*loc, *at): told for at, told in new.places.items()}})
+        return PlacedValue(root[""], {**places, **made, **{(*loc, *at): message for at, message in new.places.items()}})
 
 
 def long_form(location: Sequence[Step], text: str) -> dict[str, Scalar] | None:
@@ -198,15 +198,15 @@ def read_yaml(path: Path) -> PlacedValue:
         with path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)
     except (OSError, ValueError) as error:
-        told = getattr(error, "strerror", None) or str(error)
-        raise RecipeError(f"{name}: {told.lower()}; expected a recipe: {_recipes_near(path)}") from error
+        message = getattr(error, "strerror", None) or str(error)
+        raise RecipeError(f"{name}: {message.lower()}; expected a recipe: {_recipes_near(path)}") from error
     if len(data) > MAX_BYTES:
         raise RecipeError(f"{name}: larger than {MAX_BYTES // 1024} KiB; it is probably not a recipe")
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        told = f"byte 0x{error.object[error.start]:02x} is not UTF-8; save the file as UTF-8"
-        raise RecipeError(f"{_end_of(data[: error.start].decode(), name)}: {told}") from None
+        message = f"byte 0x{error.object[error.start]:02x} is not UTF-8; save the file as UTF-8"
+        raise RecipeError(f"{_end_of(data[: error.start].decode(), name)}: {message}") from None
     return parse_yaml(text, name)
 
 
@@ -276,9 +276,9 @@ def _not_yaml(error: Any, at: Callable[[Any], str]) -> str:
     """Return PyYAML's message with the place where the parser stopped, and where what it read begins."""
     here = at(error.problem_mark or error.context_mark)
     where = f" at {begun}" if error.context_mark and (begun := at(error.context_mark)) != here else ""
-    told = f"{error.context}{where}, {error.problem}" if error.context else str(error.problem)
-    quotes = '; text that begins with * needs quotes, such as "*.q_proj"' if "alias" in told else ""
-    return f"{here}: not YAML: {told}{quotes}"
+    message = f"{error.context}{where}, {error.problem}" if error.context else str(error.problem)
+    quotes = '; text that begins with * needs quotes, such as "*.q_proj"' if "alias" in message else ""
+    return f"{here}: not YAML: {message}{quotes}"
 
 
 class _Nodes:

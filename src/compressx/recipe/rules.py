@@ -97,7 +97,7 @@ ReconstructionField = Annotated[
 
 
 class Reconstruction(Strict):
-    """The pruner that updates the surviving weights."""
+    """The pruner that updates the kept weights."""
 
     pruner: str
     options: dict[str, Any] = Field(default_factory=dict)
@@ -118,16 +118,16 @@ class Rule(Strict):
     group: Group | None = Field(None, description="which weights share the budget; the pruner's own when absent")
     pattern: PatternField | None = Field(
         None,
-        description='N:M, such as "2:4"; with allocation N is chosen. Or units of the architecture that go whole, of '
-        "which sparsity is the fraction: neurons, kv-groups, experts, blocks",
+        description='N:M, such as "2:4"; with allocation N is chosen. Or units of the architecture that are removed '
+        "whole, of which sparsity is the fraction: neurons, kv-groups, experts, blocks",
     )
     multiple: StrictInt | None = Field(
         None,
         ge=1,
-        description="of which the number of neurons that stay is a multiple; 32 when absent, where it divides the "
+        description="of which the number of kept neurons is a multiple; 32 when absent, where it divides the "
         "number of all, else 1",
     )
-    reconstruct: ReconstructionField | None = Field(None, description="pruner that updates the surviving weights")
+    reconstruct: ReconstructionField | None = Field(None, description="pruner that updates the kept weights")
     options: dict[str, Any] = Field(default_factory=dict, description="the pruner's own options")
 
     @model_validator(mode="after")

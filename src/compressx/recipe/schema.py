@@ -101,11 +101,11 @@ class Recipe(Strict):
     )
     reconstruct_block: ReconstructBlock | None = Field(
         None,
-        description="trains the surviving weights of each block after it is pruned",
+        description="trains the kept weights of each block after it is pruned",
         examples=[{"passes": 4}],
     )
     finetune: Finetune | None = Field(
-        None, description="trains the surviving weights of the whole model, with masks held", examples=[{"steps": 200}]
+        None, description="trains the kept weights of the whole model, with masks held", examples=[{"steps": 200}]
     )
     evaluate: dict[str, Any] | None = Field(
         None,
@@ -170,9 +170,9 @@ class LoadedRecipe:
         """Prefix the message of an error with the place of a key or list item."""
         return self.source.at(*loc)
 
-    def refuse(self, told: str, *loc: Step) -> NoReturn:
+    def refuse(self, message: str, *loc: Step) -> NoReturn:
         """Raise a `RecipeError` with the place of a key or list item."""
-        raise RecipeError(f"{self.where(*loc)}: {told}")
+        raise RecipeError(f"{self.where(*loc)}: {message}")
 
     def to_yaml(self) -> str:
         """Return the resolved recipe as YAML, which loads to an equal recipe."""
@@ -204,14 +204,14 @@ def _validated(source: PlacedValue) -> LoadedRecipe:
     if not source.value and not isinstance(source.value, list):
         raise RecipeError(f"{source.where()}: the recipe is empty; it needs model, prune, output")
     loaded = LoadedRecipe(source, validated(Recipe, source.value, source.where))
-    mistakes = [f"{source.where(*loc)}: {told}" for loc, told in _mistakes(loaded.recipe, source.where)]
+    mistakes = [f"{source.where(*loc)}: {message}" for loc, message in _mistakes(loaded.recipe, source.where)]
     if mistakes:
         raise RecipeError("\n".join(mistakes))
     return loaded
 
 
 def _mistakes(recipe: Recipe, where: Callable[..., str]) -> Iterator[tuple[Location, str]]:
-    """Yield what sections say against each other, each with the key that it is told at."""
+    """Yield what sections say against each other, each with the key that it is message at."""
     if recipe.prune:
         for i, rule in enumerate(recipe.prune):
             yield from _budget_mistakes(recipe, i, rule, where)

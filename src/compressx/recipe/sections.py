@@ -70,7 +70,7 @@ class TargetBudget(Strict):
     """How small the model has to become, in place of a fraction of zeros; with rules of units only."""
 
     parameters: StrictFloat | None = Field(
-        None, gt=0, lt=1, description="fraction of all the model's parameters that stay, at most; 0.8 is 80%"
+        None, gt=0, lt=1, description="fraction of all the model's parameters that are kept, at most; 0.8 is 80%"
     )
     bytes: SizeField | None = Field(None, description="size of the GGUF file that is exported, at most, such as 120MB")
 
@@ -178,7 +178,7 @@ class SelectTokens(Strict):
 
 
 class ReconstructBlock(Strict):
-    """Training of each pruned block's surviving weights to match the dense block's output."""
+    """Training of each pruned block's kept weights to match the dense block's output."""
 
     passes: StrictInt = Field(4, ge=1, description="passes over the calibration text for each block")
     learning_rate: StrictFloat = Field(

@@ -179,8 +179,8 @@ def without(key: str, rule: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("rules", "given", "said"),
-    [(rule(targets=["*.up_proj", "*.down_proj"]), {}, "prune[0].targets: neurons go whole, but model.layers.0.mlp."
-      "up_proj is a target of prune[0] and model.layers.0.mlp.gate_proj is not; take all of model.layers.0.mlp"),
+    [(rule(targets=["*.up_proj", "*.down_proj"]), {}, "prune[0].targets: neurons are removed whole, but model.layers.0."
+      "mlp.up_proj is a target of prune[0] and model.layers.0.mlp.gate_proj is not; take all of model.layers.0.mlp"),
      ([{"targets": ["*.gate_proj"], "pruner": "wanda", "sparsity": 0.5}, rule()], {},
       "model.layers.0.mlp.gate_proj is taken by an earlier rule"),
      (rule(), {"ignore": ["*.1.mlp.down_proj"]}, "model.layers.1.mlp.down_proj is ignored by"),
@@ -217,10 +217,10 @@ def without(key: str, rule: dict[str, Any]) -> dict[str, Any]:
      (HALF, {"model": lambda: mixture("mixtral")}, "prune[0].pattern: experts go with shrink: true only"),
      ({**THIRD, "sparsity": 0.1}, {}, "prune[0].sparsity: sparsity 0.1 drops none of the 3 blocks of model"),
      ({**THIRD, "sparsity": 0.9}, {}, "sparsity 0.9 keeps none of the 3 blocks of model.layers; at most 0.666667"),
-     ({**THIRD, "targets": ["*.q_proj", {"layers": "1-2"}]}, {}, "prune[0].targets: blocks go whole, but "
+     ({**THIRD, "targets": ["*.q_proj", {"layers": "1-2"}]}, {}, "prune[0].targets: blocks are removed whole, but "
       "model.layers.0."
       "self_attn.q_proj is a target of prune[0] and model.layers.0.self_attn.k_proj is not; name blocks by layers"),
-     ({**THIRD, "reconstruct": "sparsegpt"}, {}, "prune[0].reconstruct: a block that goes has no weights left"),
+     ({**THIRD, "reconstruct": "sparsegpt"}, {}, "prune[0].reconstruct: a removed block has no weights left"),
      ({**THIRD, "pruner": "wanda"}, {}, "prune[0].pattern: wanda does not prune blocks; it prunes neurons"),
      ({**THIRD, "targets": ["lm_head"]}, {}, "matches lm_head, which belong to no blocks"),
      (without("sparsity", THIRD), {}, "blocks needs sparsity"),
