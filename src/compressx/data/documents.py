@@ -1,4 +1,7 @@
-"""Documents of a dataset: text, or chats, of local files, Python's documentation, or a dataset on the hub."""
+"""Documents of a dataset: text, or chats, of local files, Python's documentation, or a dataset on the hub.
+
+What is missing, cannot be read or holds no text is a `CalibrationError` that names it and its place.
+"""
 
 from __future__ import annotations
 
@@ -50,11 +53,7 @@ _UNSPOKEN = ("tool_calls", "function_call", "reasoning_content", "reasoning", "t
 
 
 def field_among(row: Mapping[str, Any], wanted: str | None, where: str) -> str:
-    """Return the field that holds the document of a row: `wanted`, or the first usual one, if possible not null.
-
-    Raises:
-        CalibrationError: there is none.
-    """
+    """Return the field that holds the document of a row: `wanted`, or the first usual one, if possible not null."""
     if wanted is None and (usual := [name for name in _USUAL if name in row]):
         return next((name for name in usual if row[name] is not None), usual[0])
     if wanted is not None and wanted in row:
@@ -65,11 +64,7 @@ def field_among(row: Mapping[str, Any], wanted: str | None, where: str) -> str:
 
 
 def document(row: Mapping[str, Any], field: str, where: str, *, arrow: bool = False) -> Document | None:
-    """Return the text or chat of a row, or None if it has none; of `arrow`, None stands for an absent key.
-
-    Raises:
-        CalibrationError: the field is missing, or is neither text nor a list of {role, content}.
-    """
+    """Return the text or chat of a row, or None if it has none; of `arrow`, None stands for an absent key."""
     place, value = f"{where}: field {field!r}", row[field_among(row, field, where)]
     value = _parsed(value, field, place) if isinstance(value, str) else value
     if value is None or isinstance(read := checked(value, place), str):
@@ -104,9 +99,6 @@ def checked(value: Any, where: str) -> Document:
     """Return a value if it is text or a chat, with ShareGPT's {from, value} as {role, content}.
 
     A key that is None is as one that is absent, and parts of text are one text.
-
-    Raises:
-        CalibrationError: it is neither, or text that no tokenizer reads.
     """
     if isinstance(value, str):
         return sound(value, where)
@@ -152,11 +144,7 @@ def sound(text: str, where: str) -> str:
 
 
 def checked_documents(value: str | Sequence[Document], name: str) -> list[Document]:
-    """Return the documents that a caller passes as an argument; a text alone is one.
-
-    Raises:
-        CalibrationError: there are none, or one is neither text nor a chat; the message has the argument's name.
-    """
+    """Return the documents that a caller passes as an argument; a text alone is one."""
     found = [value] if isinstance(value, str) else list(value)
     if not found:
         raise CalibrationError(f"{name} has no documents; expected texts, or chats as lists of {{role, content}}")
@@ -164,11 +152,7 @@ def checked_documents(value: str | Sequence[Document], name: str) -> list[Docume
 
 
 def hold_chats(documents: Sequence[Document], where: str = "") -> bool:
-    """Return whether documents are chats.
-
-    Raises:
-        CalibrationError: some are, and some are text; the message begins with the place.
-    """
+    """Return whether documents are chats; refuse chats and text in one."""
     chats = [not isinstance(d, str) for d in documents]
     if any(chats) != all(chats):
         raise CalibrationError(
@@ -179,11 +163,7 @@ def hold_chats(documents: Sequence[Document], where: str = "") -> bool:
 
 
 def require_template(tokenizer: Any) -> None:
-    """Refuse a tokenizer without a chat template.
-
-    Raises:
-        CalibrationError: it has none.
-    """
+    """Refuse a tokenizer without a chat template."""
     if not tokenizer.chat_template:
         raise CalibrationError(
             "the dataset holds chats, but the tokenizer has no chat template; use an instruct model, or text"
@@ -191,11 +171,7 @@ def require_template(tokenizer: Any) -> None:
 
 
 def rendered(chats: Sequence[Document], tokenizer: Any) -> list[str]:
-    """Turn chats into text by the tokenizer's chat template, which writes special tokens as text.
-
-    Raises:
-        CalibrationError: no template, or one that refuses a chat, such as Gemma's a system message.
-    """
+    """Turn chats into text by the tokenizer's chat template, which writes special tokens as text."""
     return [rendered_one(chat, tokenizer, f"chat {i} of {len(chats)}") for i, chat in enumerate(chats)]
 
 
@@ -219,11 +195,7 @@ _OURS = ("messages", "add_generation_prompt", "conversation", "chat_template", "
 
 
 def _taken(beside: Mapping[str, Any], tokenizer: Any) -> dict[str, Any]:
-    """Return the fields of a row that the chat template names, those in `chat_template_kwargs` first.
-
-    Raises:
-        ValueError: `tools`, `documents` or `chat_template_kwargs` is text, but not JSON.
-    """
+    """Return the fields of a row that the chat template names, those in `chat_template_kwargs` first."""
     names = {*re.findall(r"\w+", str(tokenizer.chat_template))} - {*tokenizer.special_tokens_map, *_OURS}
     given = {**beside, **(_from_json(beside.get("chat_template_kwargs")) or {})}
     given |= {key: _from_json(given[key]) or None for key in ("tools", "documents") if key in names & given.keys()}
@@ -259,11 +231,7 @@ _OTHER_KINDS = {
 
 
 def matching(pattern: str, key: str) -> list[Path]:
-    """Return the files that match a path or glob, sorted; `key` is the recipe's.
-
-    Raises:
-        CalibrationError: no file matches, the pattern names a folder, or a file is of another kind by its name.
-    """
+    """Return the files that match a path or glob, sorted; `key` is the recipe's."""
     expanded = Path(pattern).expanduser()
     if expanded.is_file():  # before globbing: a file name may contain brackets
         return _plain([expanded], key)
@@ -305,11 +273,7 @@ def read_text(path: Path) -> str:
 
 
 def read_rows(path: Path) -> Rows:
-    """Read the objects of a JSON array, or of the lines of any other file, which are read one at a time.
-
-    Raises:
-        CalibrationError: a file that cannot be read or parsed, or a row that is no object; with its place.
-    """
+    """Read the objects of a JSON array, or of the lines of any other file, which are read one at a time."""
     with _opened(path) as file:
         array = file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
         file.seek(0)
@@ -404,9 +368,6 @@ def documents(source: DatasetSource, purpose: Purpose) -> list[Document]:
     Returns:
         The documents in a fixed order, all of them text or all of them chats. Some may be empty, such as the blank
         rows of WikiText.
-
-    Raises:
-        CalibrationError: a missing file, dataset or field, invalid UTF-8 or JSON, no text at all, or too much.
     """
     _check_keys(source)
     found: Iterable[Document | None]
@@ -447,10 +408,6 @@ def check_dataset(source: DatasetSource) -> bool:
 
     Returns:
         Whether it holds chats, as far as its files tell.
-
-    Raises:
-        CalibrationError: a path or glob that matches no file, files that are all empty, a first row without the
-            field, the name of a file, or a misspelt short name.
     """
     if (paths := local_files(source)) and not any(path.stat().st_size for path in paths):
         raise CalibrationError(f"{(source.text or source.json_path)!r} has no text: all {len(paths)} files are empty")
@@ -463,11 +420,7 @@ def check_dataset(source: DatasetSource) -> bool:
 
 
 def local_files(source: DatasetSource) -> list[Path]:
-    """Return the local files that a dataset is read from; none for one of the hub or of a package.
-
-    Raises:
-        CalibrationError: as `matching`.
-    """
+    """Return the local files that a dataset is read from; none for one of the hub or of a package."""
     patterns = {"text": source.text, "json": source.json_path}
     return [path for key, pattern in patterns.items() if pattern is not None for path in matching(pattern, key)]
 

@@ -1,7 +1,8 @@
 """Windows of tokens: drawn at random for calibration, in order for evaluation.
 
 Documents are joined by blank lines and tokenized once, as GPTQ, SparseGPT and Wanda do for WikiText, so a window may
-span documents; a truncated window is the beginning of one document. Every window is full.
+span documents; a truncated window is the beginning of one document. Every window is full. Text that is too short, and
+what the tokenizer lacks, is a `CalibrationError`.
 """
 
 from __future__ import annotations
@@ -29,9 +30,6 @@ def token_ids(documents: Sequence[Document], tokenizer: Any) -> Tensor:
 
     Returns:
         int64 [tokens].
-
-    Raises:
-        CalibrationError: the text has no tokens, or chats that the template refuses.
     """
     if hold_chats(documents):
         ids = _encoded("".join(rendered(documents, tokenizer)), tokenizer, special=False)
@@ -64,9 +62,6 @@ def beginning(tokenizer: Any, bos: Bos, model: Any | None = None) -> int | None:
     """Return the id of the BOS token that each window begins with, or None.
 
     `auto` means for Gemma only: by the type of the model, if it is known, or the class of the tokenizer.
-
-    Raises:
-        CalibrationError: the tokenizer has no BOS token.
     """
     if bos == "auto":
         from transformers import GemmaTokenizer
@@ -89,9 +84,6 @@ def read_calibration(draw: Draw, tokenizer: Any, generated: Generated | None = N
 
     Returns:
         int64 [samples, sequence_length].
-
-    Raises:
-        CalibrationError: text that is missing or too short, or a tokenizer without the required BOS token.
     """
     many = len(draw.sources) > 1
     drawn = []
@@ -116,11 +108,7 @@ def _drawn(
 
 
 def windows_of(documents: Sequence[Document], samples: int, draw: Draw, tokenizer: Any, model: Any = None) -> Tensor:
-    """Draw windows of documents as `draw` says, int64 [samples, sequence_length]; its own sources are not read.
-
-    Raises:
-        CalibrationError: too little text, or a tokenizer without the required BOS token.
-    """
+    """Draw windows of documents as `draw` says, int64 [samples, sequence_length]; its own sources are not read."""
     length, seed, bos = draw.sequence_length, draw.seed, beginning(tokenizer, draw.bos, model)
     return calibration_windows(token_ids(documents, tokenizer), samples, length, seed, bos=bos)
 
@@ -136,9 +124,6 @@ def calibration_windows(
     """Draw non-overlapping windows of text int64 [tokens] without replacement, int64 [samples, sequence_length].
 
     With `bos`, from `beginning`, each window begins with that token, which counts in its length.
-
-    Raises:
-        CalibrationError: fewer windows than samples.
     """
     windows = _windows(ids, samples, sequence_length, bos, "calibration")
     return windows[_order(len(windows), seed)[:samples]]
@@ -150,9 +135,6 @@ def evaluation_windows(
     """Return the first non-overlapping windows of text, int64 [windows, sequence_length]; all are whole.
 
     `samples` are the windows wanted, None for all, and `max_positions` the model's, if known.
-
-    Raises:
-        CalibrationError: fewer windows than samples, or a window longer than the model.
     """
     if max_positions is not None and sequence_length > max_positions:
         raise CalibrationError(

@@ -176,11 +176,7 @@ def _patterns(
     loaded: LoadedRecipe, specs: Sequence[PrunerSpec], taken: Mapping[str, int],
     units: Mapping[int, Mapping[str, Units]],
 ) -> dict[str, RulePattern]:  # fmt: skip
-    """Return each linear's pattern; under an allocation that is yet to be computed, the nearest to its target.
-
-    Raises:
-        RecipeError: a group or pattern that the pruner does not support.
-    """
+    """Return each linear's pattern; under an allocation that is yet to be computed, the nearest to its target."""
     allocation = loaded.recipe.allocation
     kinds = [_pattern_of(loaded, index, spec) for index, spec in enumerate(specs)]
     patterns: dict[str, RulePattern] = {
@@ -222,12 +218,7 @@ def _names(plugins: Plugins, able: Callable[[PrunerSpec], bool]) -> str:
 
 
 def _check_fits(loaded: LoadedRecipe, linear: PlannedLinear, linears: Sequence[PlannedLinear]) -> None:
-    """Refuse a pattern that a linear's shape does not allow.
-
-    Raises:
-        RecipeError: input features not divisible by M, or a sparsity that rounds to no zeros or to all zeros among the
-            weights that compete.
-    """
+    """Refuse an M that does not divide a linear's inputs, and a sparsity that drops none or all of what competes."""
     pattern, (rows, columns) = linear.pattern, linear.shape
     if isinstance(pattern, NM):
         if columns % pattern.of:

@@ -106,11 +106,7 @@ def _check_experts(
 
 
 def multiple_of(loaded: LoadedRecipe, index: int, units: Units) -> int:
-    """Return of what the number of kept units is a multiple: what the rule says, of neurons 32 where it divides.
-
-    Raises:
-        RecipeError: a multiple that does not divide the number of units.
-    """
+    """Return of what the number of kept units is a multiple: what the rule says, of neurons 32 where it divides."""
     asked, count = loaded.recipe.prune[index].multiple, units.count
     if asked is None:
         return WIDTHS if units.kind == "neurons" and count % WIDTHS == 0 else 1
@@ -121,11 +117,7 @@ def multiple_of(loaded: LoadedRecipe, index: int, units: Units) -> int:
 
 
 def check_count(pattern: Structured) -> None:
-    """Refuse a sparsity that drops no unit, or all.
-
-    Raises:
-        RecipeError: with the least or the most that would do.
-    """
+    """Refuse a sparsity that drops no unit, or all."""
     units, count, step = pattern.units, pattern.units.count, pattern.multiple
     one = f"{step}, of which the number of kept ones is a multiple" if step > 1 else "one"
     if pattern.sparsity > 0 and pattern.dropped == 0:

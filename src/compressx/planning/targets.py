@@ -1,4 +1,7 @@
-"""Match linears to rules: each linear belongs to the first rule that targets it and does not ignore it."""
+"""Match linears to rules: each linear belongs to the first rule that targets it and does not ignore it.
+
+A target that matches nothing, a layer that the model does not have and a glob such as `[10-12]` are `RecipeError`s.
+"""
 
 from __future__ import annotations
 
@@ -42,9 +45,6 @@ def match_targets(
     Linears outside the blocks match only targets that spell out their last part. `within` has, by index of a rule that
     can take no others, the linears that it can take. `mistakes` receives an entry of `ignore` that matches nothing or
     has no effect, and a target without a linear that is left for its rule.
-
-    Raises:
-        RecipeError: as for `targeted_by`.
     """
     recipe = loaded.recipe
     targeted = [
@@ -88,11 +88,7 @@ def _able(
 
 
 def targeted_by(loaded: LoadedRecipe, place: Sequence[Step], target: Target, found: Architecture) -> list[str]:
-    """Return the linears that one target matches.
-
-    Raises:
-        RecipeError: there is none, a layer that the model does not have, or a glob with `[10-12]`.
-    """
+    """Return the linears that one target matches."""
     names = _matching(loaded, place, target, found, found.linears)
     # A name that linears of the blocks have, too, is theirs: `*.q_proj` is not that of a vision tower.
     inside = {kind_of(n) for n in names}
@@ -202,11 +198,7 @@ def _kind(name: str) -> str:
 
 
 def matching_planned(glob: str, planned: Sequence[str]) -> list[str]:
-    """Return the pruned linears that a glob matches.
-
-    Raises:
-        RecipeError: there is none, or a glob with `[10-12]`.
-    """
+    """Return the pruned linears that a glob matches."""
     _refuse_interval(glob)
     if matched := [name for name in planned if matches(glob, name)]:
         return matched

@@ -2,7 +2,7 @@
 
 Scalars follow the core schema of YAML 1.2 (section 10.3.2), so `2:4`, `yes` and `2024-01-01` are text whatever a
 `%YAML` directive says. Anchors, aliases and merge keys work. Tags are refused, so no text can name a Python object.
-Size and depth are limited while aliases are expanded.
+Size and depth are limited while aliases are expanded. What cannot be read or set is a `RecipeError` with its place.
 """
 
 from __future__ import annotations
@@ -69,11 +69,7 @@ class PlacedValue:
             raise type(error)(f"{self.where(*loc)}: {error}") from error
 
     def replaced(self, steps: Sequence[str], new: PlacedValue) -> PlacedValue:
-        """Return the document with one value replaced or added; mistakes in the steps are reported at its place.
-
-        Raises:
-            RecipeError: steps through another scalar or outside a list.
-        """
+        """Return the document with one value replaced or added; mistakes in the steps are reported at its place."""
         place, loc = new.where(), Location()
         step: Step = ""
         root: Any = {step: copy.deepcopy(self.value)}
@@ -134,11 +130,7 @@ def _scalar(value: Scalar, place: str) -> Scalar:
 
 
 def from_python(value: object, name: str) -> PlacedValue:
-    """Copy mappings, lists, tuples, scalars and paths, with places such as `name:prune[1].sparsity`.
-
-    Raises:
-        RecipeError: any other type, a key that is not text, or a document over the limits.
-    """
+    """Copy mappings, lists, tuples, scalars and paths, with places such as `name:prune[1].sparsity`."""
     places: dict[Location, str] = {}
 
     def copied(value: object, loc: Location) -> Any:
@@ -188,11 +180,7 @@ def flow(value: object) -> str:
 
 
 def read_yaml(path: Path) -> PlacedValue:
-    """Read a YAML file.
-
-    Raises:
-        RecipeError: a file that cannot be read, is not UTF-8, is not YAML, or is over the size limits.
-    """
+    """Read a YAML file."""
     name = one_line(str(path))
     try:
         with path.open("rb") as file:
@@ -246,9 +234,6 @@ def parse_yaml(text: str, name: str, *, place: str | None = None) -> PlacedValue
     """Parse one YAML document; empty text is null.
 
     Places are `name:line:column`, or `place` for every value.
-
-    Raises:
-        RecipeError: text that is not one YAML document within the limits, or that repeats a key or uses a tag.
     """
 
     def at(mark: Any) -> str:
@@ -294,11 +279,7 @@ class _Nodes:
         return self.at(node.start_mark)
 
     def plain(self, node: Any, loc: Location, place: str) -> Any:
-        """Return the value of a node.
-
-        Raises:
-            RecipeError: beyond the limits, a key that is not text, or a bad merge.
-        """
+        """Return the value of a node."""
         _add_place(self.places, loc, place)
         if tag := node.tag.replace("tag:yaml.org,2002:", "!!"):
             self.mistakes.append(f"{self.where(node)}: tag {tag!r} is not allowed: a recipe has plain values only")
@@ -352,9 +333,6 @@ def override(document: PlacedValue, assignment: str, option: str = "--set") -> P
     """Return the document with one value set, by `a.b[0].c=VALUE` or `a.b.0.c=VALUE` with VALUE in YAML.
 
     Places are the command-line option and the assignment, such as `--set a.b[0].c=VALUE`.
-
-    Raises:
-        RecipeError: a malformed assignment, or a path through a scalar or outside a list.
     """
     short = assignment if len(assignment) <= 120 else f"{assignment[:117]}..."
     place = f"{option} {one_line(short)}"
@@ -373,11 +351,7 @@ def steps_of(path: str) -> list[str]:
 
 
 def assignments(given: Sequence[str]) -> dict[str, Any]:
-    """Return the mapping that `KEY=VALUE` assignments build, with VALUE in YAML.
-
-    Raises:
-        RecipeError: as for `override`.
-    """
+    """Return the mapping that `KEY=VALUE` assignments build, with VALUE in YAML."""
     root = PlacedValue({}, {(): "--set"})
     for assignment in given:
         root = override(root, assignment)
