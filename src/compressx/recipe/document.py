@@ -199,7 +199,8 @@ def read_yaml(path: Path) -> PlacedValue:
 
 
 def _end_of(text: str, name: str) -> str:
-    return f"{name}:{text.count(chr(10)) + 1}:{len(text) - text.rfind(chr(10))}"
+    line, column = text.count("\n") + 1, len(text) - text.rfind("\n")
+    return f"{name}:{line}:{column}"
 
 
 def _recipes_near(path: Path) -> str:
