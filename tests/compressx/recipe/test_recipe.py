@@ -180,8 +180,8 @@ def test_a_key_that_is_not_text_is_refused() -> None:
 
 
 _WINDOWS = "windows drawn"
-_ZEROS = "fraction of zeros in [0, 1); 0.5 is 50%; with base also 1"
-_GLOBS = "linears by glob over fully qualified names, or by layers"
+_ZEROS = str(Rule.model_fields["sparsity"].description)
+_GLOBS = str(Rule.model_fields["targets"].description)
 _NOT_NM = 'N:M keeps N of every M weights, with 1 <= N < M, such as "2:4"; {0} keeps {1} of {2}'
 _NOTATION = (
     'expected an N:M pattern, "2:4": of every 4 input features 2 are kept; or units: neurons, '
