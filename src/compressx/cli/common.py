@@ -45,6 +45,8 @@ class Host:
         """Load the plugins, with a warning for each that fails."""
         from compressx.plugins.manager import load_plugins
 
+        if self.modules:  # unlike `python -m`, a console script does not import from the working directory
+            sys.path.insert(0, str(Path.cwd()))
         plugins = load_plugins(modules=self.modules, blocked=self.blocked)
         for record in plugins.records:
             if warn and record.status == "failed":

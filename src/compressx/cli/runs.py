@@ -32,12 +32,11 @@ replace_option = click.option(
 @replace_option
 @click.option("-v", "--verbose", is_flag=True, help="Also print the figures of each layer.")
 @click.option("-q", "--quiet", is_flag=True, help="Print nothing but errors and warnings.")
-@click.option("--log-file", type=PATH, help="Also append the log to this file; the output has it as run.log.")
 @click.pass_obj
 @in_processes
 def run_command(
     host: Host, recipe: Path, overrides: tuple[str, ...], device: str, resume: bool, restart: bool, replace: bool,
-    verbose: bool, quiet: bool, log_file: Path | None,
+    verbose: bool, quiet: bool,
 ) -> None:  # fmt: skip
     """Prune the model of RECIPE and write its output folder."""
     started = time.perf_counter()  # what is imported below counts
@@ -55,7 +54,7 @@ def run_command(
     with terminal.progress(quiet=quiet, verbose=verbose) as tell:
         report = run(
             loaded, plugins=plugins, progress=tell, device=device,
-            resume=resume, restart=restart, replace=replace, log_file=log_file, started=started,
+            resume=resume, restart=restart, replace=replace, started=started,
         )  # fmt: skip
     if not quiet:
         terminal.show(*sections(report))

@@ -21,13 +21,6 @@ _TEXT = 12
 """Least width of a column of text that is longer."""
 
 
-def _console(*, stderr: bool = False) -> Console:
-    console = Console(highlight=False, stderr=stderr)
-    if not console.is_terminal:
-        console.width = 200  # a pipe has no width; do not wrap what a program may read
-    return console
-
-
 @contextmanager
 def progress(*, quiet: bool = False, verbose: bool = False) -> Iterator[Tell]:
     """Show the stages of a run on standard error: a bar each on a terminal, else the lines of its log.
@@ -77,7 +70,10 @@ def _lines(level: int) -> Iterator[None]:
 
 def show(*sections: Section, console: Console | None = None, stderr: bool = False) -> None:
     """Print sections, on standard output if nothing else is given; those for reference are only named, in one line."""
-    console = console or _console(stderr=stderr)
+    if console is None:
+        console = Console(highlight=False, stderr=stderr)
+        if not console.is_terminal:
+            console.width = 200  # a pipe has no width; do not wrap what a program may read
     for section in sections:
         if not section.brief:
             _print(console, section)

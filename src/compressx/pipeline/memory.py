@@ -96,7 +96,7 @@ def prune(
         CompressxError: an error that the user can fix. After an error without `copy` the model is as it was, or the
             message says that blocks are already pruned; for other exceptions, the logger `compressx` says so.
     """
-    with run_log(first=True, file=None) as log:
+    with run_log(first=True) as log:
         _check_model(model)
         name = str(getattr(model.config, "name_or_path", "") or type(model).__name__)
         path = Path(recipe) if isinstance(recipe, str | Path) else recipe

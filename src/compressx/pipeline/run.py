@@ -91,7 +91,6 @@ def run(
     resume: bool = False,
     restart: bool = False,
     replace: bool = False,
-    log_file: Path | None = None,
     started: float | None = None,
 ) -> RunReport:
     """Prune a model by a recipe and write the output folder.
@@ -106,7 +105,6 @@ def run(
             the run is finished, return its report.
         restart: discard the finished blocks of an interrupted run.
         replace: replace a finished run of another recipe in the output folder, and files there that no run wrote.
-        log_file: a file to append the log to, beside `run.log` in the output folder.
         started: of `time.perf_counter`, from which seconds are counted; now when absent.
 
     Returns:
@@ -119,7 +117,7 @@ def run(
     timing = Timing("load", time.perf_counter() if started is None else started)
     with (
         joined_ranks(where := device_for(device)) as ranks,
-        run_log(first=ranks.first, file=log_file) as log,
+        run_log(first=ranks.first) as log,
     ):
         log.header(machine(where), {"compressx": __version__, **library_versions()})
         plugins = plugins or load_plugins()

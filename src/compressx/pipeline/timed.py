@@ -89,7 +89,7 @@ def time_run(state: RunState, progress: Progress | None = None) -> RunTime:
             if done == 2:
                 raise _EnoughError
 
-    with run_log(first=True, file=None) as log, TemporaryDirectory(prefix="compressx-") as folder:
+    with run_log(first=True) as log, TemporaryDirectory(prefix="compressx-") as folder:
         loaded = replace(state.loaded, recipe=recipe.model_copy(update={"evaluate": None}))
         state = replace(state, loaded=loaded, log=log, timing=Timing("load"), progress=tell, replace=False)
         state.plan, state.store, state.open = (

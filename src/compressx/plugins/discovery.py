@@ -129,12 +129,7 @@ class PluginsFile:
 
 
 def read_plugins_file(path: Path) -> PluginsFile:
-    """Read `plugins.toml`.
-
-    Raises:
-        PluginError: a file that cannot be read, is not TOML, has unknown keys, or puts a folder outside the project on
-            sys.path. The message has the line.
-    """
+    """Read `plugins.toml`; a `PluginError` has the line of what is wrong in it."""
     name = one_line(str(path))
     text, data = _read(path, name)
     file = PluginsFile(places=_places(text, name))
@@ -208,9 +203,6 @@ def discover(modules: Sequence[str], file: PluginsFile) -> Mapping[str, PluginRe
     """Find every plugin: installed ones sorted by name, then those of the file and of `modules` in order.
 
     The same name with the same module in several sources is one plugin.
-
-    Raises:
-        PluginError: one name for two modules, or one module under two names.
     """
     found: dict[str, PluginRecord] = {}
     for record in [*_installed(file), *file.plugins, *_requested(modules)]:
@@ -219,11 +211,7 @@ def discover(modules: Sequence[str], file: PluginsFile) -> Mapping[str, PluginRe
 
 
 def blocked_names(found: Mapping[str, PluginRecord], blocked: Collection[str], file: PluginsFile) -> frozenset[str]:
-    """Return the names of the plugins that must not be imported.
-
-    Raises:
-        PluginError: an unknown name, or a plugin that `--plugin` requests at the same time.
-    """
+    """Return the names of the plugins that must not be imported."""
     known = {*found, *(p.name for p in entry_points(group=GROUP))}
     places = [(name, f"-p no:{name}") for name in blocked]
     for name, place in [*places, *((name, file.where("load", "disabled")) for name in file.load.disabled)]:

@@ -98,11 +98,7 @@ class Mistakes:
 
 
 def did_you_mean(value: str, valid: Iterable[str]) -> str:
-    """Suggest the nearest valid name and list up to twelve valid ones.
-
-    Returns:
-        A clause such as `did you mean 'wanda'? valid: alps, magnitude, wanda`, or the empty string without valid names.
-    """
+    """Return a clause such as `did you mean 'wanda'? valid: alps, wanda`, of twelve names; empty without any."""
     names = sorted(set(valid))
     shown = one_line(", ".join(names[:12])) + (f" and {len(names) - 12} more" if len(names) > 12 else "")
     return f"{suggestion(value, names)}valid: {shown}" if names else ""
@@ -145,10 +141,7 @@ _NO_MAIN_MEMORY = re.compile("DefaultCPUAllocator: (can't allocate|not enough) m
 
 @contextlib.contextmanager
 def memory_named(where: str) -> Iterator[None]:
-    """Turn what torch, numpy and Python raise when memory runs out into an `OutOfMemoryError`.
-
-    `where` says what did not fit, such as `statistics of model.layers.0`.
-    """
+    """Turn what torch, numpy and Python raise when memory runs out for `where` into an `OutOfMemoryError`."""
     try:
         yield
     except CompressxError:

@@ -64,11 +64,7 @@ def sha256_of(path: Path) -> str:
 
 
 def atomic_write(path: Path, data: bytes) -> None:
-    """Write a file atomically; missing folders are created.
-
-    Raises:
-        ArtifactError: the file cannot be written; the old one is left unchanged.
-    """
+    """Write a file as `written_whole` does."""
     with written_whole(path) as beside:
         beside.write_bytes(data)
 

@@ -42,11 +42,7 @@ def first_damaged(tensors: Sequence[Tensor], fine: Sequence[Tensor] | None = Non
 
 
 def refuse_damage(module: nn.Module, fqn: str) -> None:
-    """Refuse a module with a non-finite parameter or buffer.
-
-    Raises:
-        ArtifactError: names the first such tensor.
-    """
+    """Refuse a module with a non-finite parameter or buffer, by an `ArtifactError` that names the first."""
     tensors = {name: tensor for name, tensor in module.state_dict().items() if not tensor.is_meta}
     damaged = first_damaged(list(tensors.values()))
     if damaged is not None:

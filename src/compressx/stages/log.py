@@ -44,29 +44,24 @@ class RunLog(logging.Handler):
 
     Args:
         first: whether this process writes; the others are silent.
-        file: a second file to write, or None.
-
-    Raises:
-        ArtifactError: `file` cannot be written.
     """
 
-    def __init__(self, *, first: bool = True, file: Path | None = None) -> None:
+    def __init__(self, *, first: bool = True) -> None:
         super().__init__()
         self.first = first
         self.early: list[logging.LogRecord] = []  # until there is a folder for them
-        self.files = [_file_handler(file.expanduser())] if file is not None and first else []
-        self.opened = False
+        self.file: logging.FileHandler | None = None
         self.stage, self.begun, self.done, self.reported = "", 0.0, 0, 0.0
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a line to the files."""
-        if not self.opened:
+        """Write a line to the file."""
+        if self.file is None:
             self.early.append(record)
-        for file in self.files:
-            file.handle(record)
+        else:
+            self.file.handle(record)
 
     def write(self, level: int, text: str, *, shown: bool = True) -> None:
-        """Write a line, to the files only unless `shown`; details (DEBUG) only if the logger lets them pass."""
+        """Write a line, to the file only unless `shown`; details (DEBUG) only if the logger lets them pass."""
         passes = LOG.isEnabledFor(level)
         if self.first and text and (passes or level >= logging.INFO):
             record = LOG.makeRecord(LOG.name, level, __file__, 0, text, (), None)
@@ -75,16 +70,17 @@ class RunLog(logging.Handler):
     def open(self, folder: Path) -> None:
         """Write `run.log` in a folder from now on, beginning with the lines so far; what is there is kept."""
         if self.first:
-            file, self.opened = _file_handler(folder / NAME), True
+            with os_errors_named("write", folder / NAME):
+                self.file = _File(folder / NAME, encoding="utf-8")
+            self.file.setFormatter(FORMAT)
             for record in self.early:
-                file.handle(record)
-            self.files.append(file)
+                self.file.handle(record)
 
     def close(self) -> None:
-        """Close the files."""
-        for file in self.files:
-            file.close()
-        self.files = []
+        """Close the file."""
+        if self.file is not None:
+            self.file.close()
+        self.file = None
         super().close()
 
     def header(self, machine: str, versions: Mapping[str, str]) -> None:
@@ -143,13 +139,9 @@ class RunLog(logging.Handler):
 
 
 @contextlib.contextmanager
-def run_log(*, first: bool, file: Path | None) -> Iterator[RunLog]:
-    """Yield the log of a run, which also gets the warnings of libraries, and how the run ends if it fails.
-
-    Raises:
-        ArtifactError: `file` cannot be written.
-    """
-    log = RunLog(first=first, file=file)
+def run_log(*, first: bool) -> Iterator[RunLog]:
+    """Yield the log of a run, which also gets the warnings of libraries, and how the run ends if it fails."""
+    log = RunLog(first=first)
     show = warnings.showwarning
 
     # Not logging.captureWarnings, by which warnings would no longer be shown, and callers no longer find them.
@@ -188,13 +180,6 @@ class _File(logging.FileHandler):
     def close(self) -> None:
         with contextlib.suppress(OSError):  # what could not be written is reported
             super().close()
-
-
-def _file_handler(path: Path) -> logging.FileHandler:
-    with os_errors_named("write", path):
-        handler = _File(path, encoding="utf-8")
-    handler.setFormatter(FORMAT)
-    return handler
 
 
 def _peak() -> str:

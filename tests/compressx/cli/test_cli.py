@@ -105,7 +105,6 @@ def test_every_mistake_is_named_with_place_value_and_remedy(work, mistake):
         (["--plugin", "no_such_module", "plugins"], "no_such_module"),
         (["run", "r.yaml", "--resume", "--restart"], "--resume and --restart exclude each other; give one"),
         (["run", "r.yaml", "-q", "-v"], "--verbose and --quiet exclude each other; give one"),
-        (["run", "r.yaml", "-q", "--log-file", "none/run.log"], "cannot write none/run.log: No such file"),
         (["-p", "no:wanda", "run", "r.yaml", "-q"],
          "error: r.yaml:5:22: no pruner 'wanda': plugin 'wanda' (entry point) is blocked; drop -p no:wanda"),
         (["run", "r.yaml", "--device", "tpu"], "tpu"),
