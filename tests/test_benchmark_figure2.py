@@ -87,40 +87,6 @@ def test_pruning_for_the_attention_matrix_has_the_lowest_error_which_grows_with_
                 assert a.mean < 0.7 * b.mean, f"{method} at n = {a.tokens} and rho = {a.sparsity}"
 
 
-@pytest.mark.slow
-def test_lambda_is_chosen_on_seeds_that_are_not_reported(quick: Figure, monkeypatch: pytest.MonkeyPatch):
-    assert not set(QUICK.reported) & set(QUICK.tuning)
-    drawn: list[tuple[int, range]] = []
-    sample = experiment.sample
-    monkeypatch.setattr(
-        experiment, "sample", lambda seeds, **kw: drawn.append((kw["tokens"], seeds)) or sample(seeds, **kw)
-    )
-    figure = experiment.measure(TINY)
-    assert sorted(drawn, key=str) == sorted([(n, s) for n in (8, 12) for s in (TINY.tuning, TINY.reported)], key=str)
-
-    chosen = {(c.tokens, c.sparsity): c for c in figure.choices}
-    assert set(chosen) == {(8, 0.7), (12, 0.7), (12, 0.5), (12, 0.75)}
-    for panel in ("n", "rho"):
-        for p in of(figure, panel, OURS):
-            choice = chosen[p.tokens, p.sparsity]
-            assert p.regularization == choice.regularization
-            assert choice.tuning_errors[choice.regularization] == min(choice.tuning_errors.values())
-            assert set(choice.tuning_errors) == set(TINY.regularizations)
-
-
-def test_factors_have_the_asked_rank_and_do_not_depend_on_the_number_of_tokens():
-    short, long = (experiment.sample([3, 5], tokens=n, width=WIDTH, rank=4) for n in (6, TOKENS))
-    for side in ("query", "key"):
-        assert torch.equal(getattr(short, side), getattr(long, side))
-        assert (torch.linalg.matrix_rank(getattr(long, side)) == 4).all()
-        assert not torch.equal(getattr(long, side)[0], getattr(long, side)[1])
-    x = long.inputs
-    assert (torch.linalg.matrix_rank(x) == WIDTH).all()
-    q, k = x @ long.query.mT, x @ long.key.mT
-    torch.testing.assert_close(q @ k.mT, x @ long.weight @ x.mT)
-    assert torch.equal(experiment.sample([5], tokens=TOKENS, width=WIDTH).query[0], long.query[1])
-
-
 def test_masks_are_learnt_on_the_published_loss_and_end_where_its_gradient_is_zero_in_the_box(monkeypatch):
     """The loss is written out, with a gradient by autograd."""
     drawn = experiment.sample(range(3), tokens=TOKENS, width=WIDTH, scale=0.4)

@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -319,10 +319,6 @@ class KroneckerProblem:
     def forget(self) -> None:
         """Let go of `sides`, which are decomposed anew when they are needed again."""
         self.__dict__.pop("sides", None)
-
-    def damped(self, damping: float) -> KroneckerProblem:
-        """Return the same problem with another damping."""
-        return replace(self, damping=damping)
 
 
 def select(problem: KroneckerProblem, choose: Choose, *, iterations: int = 48) -> tuple[list[Tensor], list[Tensor]]:

@@ -85,22 +85,22 @@ def check(block: Block, patterns: Mapping[str, Pattern]) -> None:
     targets = ", ".join(f'"*.{n.rpartition(".")[2]}"' for n in names)
     wanted = f"write targets: [{targets}]"
     which = "the weight that holds queries and keys" if projections.fused else "the query and the key projection"
+    fault = ""
     if extra := [n for n in patterns if n not in names]:
-        raise RecipeError(
-            f"attnprune prunes only {which}, but this rule also targets {', '.join(extra)}; {wanted} and "
-            "add another rule for the rest after it"
+        fault = (
+            f"only {which}, but this rule also targets {', '.join(extra)}; {wanted} and add another rule for the rest "
+            "after it"
         )
-    if missing := [n for n in names if n not in patterns]:
-        raise RecipeError(
-            f"attnprune prunes {which} together, but this rule does not target {missing[0]}; {wanted}, before any "
-            "other rule that matches one of them"
+    elif missing := [n for n in names if n not in patterns]:
+        fault = (
+            f"{which} together, but this rule does not target {missing[0]}; {wanted}, before any other rule that "
+            "matches one of them"
         )
-    distinct = {patterns[n] for n in names if not isinstance(patterns[n], FixedMask)}  # fixed masks always differ
-    if len(distinct) > 1:
-        raise RecipeError(
-            f"attnprune needs the same pattern for {' and '.join(names)}, got "
-            f"{' and '.join(str(patterns[n]) for n in names)}; give both the same sparsity"
-        )
+    elif len({patterns[n] for n in names if not isinstance(patterns[n], FixedMask)}) > 1:  # fixed masks always differ
+        given = " and ".join(f"{n} {patterns[n]}" for n in names)
+        fault = f"{which} with the same pattern, but {given} were asked for; give both the same sparsity"
+    if fault:
+        raise RecipeError(f"attnprune prunes {fault}")
     _check_structure(block, projections)
 
 

@@ -224,15 +224,9 @@ def _heat_maps(of: QueryKeyLayer, solution: QueryKeySolution) -> dict[str, Tenso
 @hookimpl
 def compressx_pruners() -> list[PrunerSpec]:
     """Offer `attnprune`."""
+    summary = "query and key pruned together for their attention (after arXiv 2410.11261)"
     return [
-        PrunerSpec(
-            name="attnprune",
-            summary="query and key pruned together for their attention (after arXiv 2410.11261)",
-            options=AttnPruneOptions,
-            build=AttnPrune,
-            groups=("joint", "layer", "row"),
-            reconstructs=True,
-            selecting_options=("mode", "regularization"),
-            check=lambda block, patterns, _options: layer.check(block, patterns),
-        )
-    ]
+        PrunerSpec("attnprune", summary, AttnPruneOptions, AttnPrune, ("joint", "layer", "row"), reconstructs=True,
+                   selecting_options=("mode", "regularization"),
+                   check=lambda block, asked, _: layer.check(block, asked))
+    ]  # fmt: skip

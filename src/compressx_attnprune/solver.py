@@ -138,7 +138,7 @@ def solve(layer: QueryKeyLayer, budget: Budget, options: AttnPruneOptions) -> Qu
     while ours.error > best_start.error and in_closed_form and damping < MOST_DAMPING:
         # With little text the curvature is inaccurate and needs more damping.
         damping = min(10.0 * damping, MOST_DAMPING)
-        again = judge(layer, [closed_form(layer, budget, layer.problem.damped(damping))])
+        again = judge(layer, [closed_form(layer, budget, replace(layer.problem, damping=damping))])
         ours = min(ours, *again, key=lambda t: t.error)
     best = ours if ours.error <= best_start.error else best_start  # NaN never wins
     errors = {"": best.error, **{name: start.error for name, start in zip(starts, started, strict=True)}}

@@ -264,16 +264,6 @@ def test_dense_weights_that_give_nothing_at_all_have_no_relative_error():
     assert losses.relative_errors(loss, x, dense, [dense, dense]) == [0.0, 0.0]
 
 
-def test_parts_are_copies_in_float32_of_all_sequences_in_order():
-    x = normal(10, 2, 3, seed=1).float()
-    parts = list(losses.parts(x))
-    assert [len(p) for p in parts] == [4, 4, 2]
-    assert torch.equal(torch.cat(parts), x)
-    for part in parts:
-        part.zero_()
-    assert x.any()
-
-
 DRAWS: dict[str, Callable[[Loss, Tensor, Pair], object]] = {
     "errors": lambda loss, x, w: loss.errors(x, w, [w]),
     "gradients": lambda loss, x, w: MatrixLoss(loss.attention).gradients(x, w, w),

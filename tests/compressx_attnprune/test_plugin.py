@@ -30,7 +30,6 @@ from tests.pairs import pairs
 from torch import Tensor
 
 from compressx import (
-    NM,
     CalibrationError,
     FixedMask,
     Hessian,
@@ -179,30 +178,6 @@ def test_the_last_eighth_of_the_first_sequences_is_held_out_and_a_single_one_is_
 # --- edges
 
 
-@pytest.mark.parametrize(
-    ("architecture", "mode", "pattern"),
-    pairs(["llama", "gpt2"], MODES, [Unstructured(0.0, "joint"), Unstructured(0.0, "row"), NM(4, 4)]),
-    ids=str,
-)
-def test_zero_sparsity_returns_the_dense_weights_bit_for_bit(architecture: str, mode: str, pattern: Pattern):
-    recorded = blocks.record(architecture)
-    for name, result in prune(recorded, pattern, **OF_MODE[mode]).items():
-        assert result.keep.all()
-        assert torch.equal(result.weight, recorded.block.linears[name].weight)
-        assert {result.info[q] for q in OBJECTIVES.values()} == {0.0}
-
-
-def test_a_bfloat16_model_is_pruned_in_float32():
-    recorded = blocks.record("gpt2", sequences=SEQUENCES, dtype=torch.bfloat16)
-    assert recorded.x.dtype == torch.bfloat16
-    results, single = prune(recorded, HALF), prune(of("gpt2"), HALF)
-    assert_as_asked(recorded.block, dict.fromkeys(results, HALF), results)
-    for name, result in results.items():
-        assert recorded.block.linears[name].weight.dtype == torch.bfloat16
-        assert result.info["output_error"] == pytest.approx(single[name].info["output_error"], rel=0.4)
-        assert not torch.equal(result.weight, result.weight.bfloat16().float())
-
-
 def test_missing_calibration_is_an_error_that_names_the_layer_and_wrong_targets_are_refused_while_pruning_too(llama):
     query, key = blocks.targets(llama.block)
     pruner = SPEC.build(SPEC.options())
@@ -271,21 +246,6 @@ def test_any_count_of_zeros_in_a_fused_weight_is_met_whatever_its_shape(group: A
         assert budget.query == budget.key
         of_rest = count_dropped(budget.query.sparsity, (outputs - values) * inputs)
         assert of_rest + count_dropped(of_values.sparsity, inputs * values) == count  # as `sweep` rounds
-
-
-@pytest.mark.parametrize(
-    ("architecture", "chosen_as"),
-    [("llama", Unstructured(0.5, "row")), ("gpt2", Unstructured(0.3, "layer")), ("phi3", NM(2, 4))],
-    ids=str,
-)
-def test_given_masks_are_kept_and_their_survivors_reconstructed(recorded: blocks.Recorded, chosen_as: Any):
-    patterns = given_masks(recorded.block, chosen_as)
-    for mode in MODES:
-        results = prune(recorded, patterns, **OF_MODE[mode])
-        assert_as_asked(recorded.block, patterns, results)
-        info = next(iter(results.values())).info
-        own = "attention_error" if mode == "mask" else "output_error"
-        assert info[own] <= min(info[f"{own}.wanda"], info[f"{own}.sparsegpt"])
 
 
 # --- fused weights

@@ -54,11 +54,6 @@ class FeatureNorms:
         return {"squares": (self.squares, "sum"), "count": (self.count, "sum")}
 
     @property
-    def tokens(self) -> int:
-        """How many came, in all processes once they were combined."""
-        return int(self.count)
-
-    @property
     def norms(self) -> Tensor:
         """||X_j||_2 of each feature, float32 [in_features]."""
         return self.squares.sqrt().float()
@@ -102,11 +97,6 @@ class Hessian:
         """Return `sums`, of which `matrix` is made, and the number of tokens."""
         self.sums = _accumulator(self.sums)
         return {"sums": (self.sums, "sum"), "count": (self.count, "sum")}
-
-    @property
-    def tokens(self) -> int:
-        """How many came, in all processes once they were combined."""
-        return int(self.count)
 
     @property
     def matrix(self) -> Tensor:

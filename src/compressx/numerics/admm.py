@@ -17,7 +17,7 @@ from torch import Tensor
 from compressx.api.patterns import NOT_FINITE, FixedMask, Pattern, keep_masks
 from compressx.numerics.least_squares import Metric, solve
 from compressx.numerics.masked import zeroed
-from compressx.numerics.obs import NotPositiveDefiniteError
+from compressx.numerics.obs import NotPositiveDefiniteError, cholesky_
 from compressx.runtime.finite import all_finite
 
 CHECK = 3
@@ -229,8 +229,6 @@ def _pull(gram: Tensor, penalty: float) -> tuple[Tensor, Tensor]:
     """Return penalty * (gram + penalty * I)^-1, for the first half step of ADMM, and a number, 0 if it exists."""
     matrix = gram.clone(memory_format=torch.contiguous_format)
     diagonal = matrix.diagonal().add_(penalty)
-    column_major = matrix.mT  # what LAPACK works on in place; symmetric, so it is the same matrix
-    failed = torch.empty((), dtype=torch.int32, device=matrix.device)
-    torch.linalg.cholesky_ex(column_major, out=(column_major, failed))
+    factor, failed = cholesky_(matrix)
     diagonal.copy_(torch.where(failed == 0, diagonal, 1.0))  # LAPACK refuses to invert a zero before anyone has looked
-    return torch.cholesky_inverse(column_major).mul_(penalty), failed
+    return torch.cholesky_inverse(factor).mul_(penalty), failed

@@ -40,11 +40,17 @@ class NotPositiveDefiniteError(UnsupportedModelError):
     """The Hessian has no Cholesky factor even after the damping was raised."""
 
 
-def inverse_cholesky(hessian: Tensor, damping: float = 0.01) -> tuple[Tensor, float]:
+def inverse_cholesky(hessian: Tensor | Callable[[], Tensor], damping: float = 0.01) -> tuple[Tensor, float]:
     """Factor the inverse of a damped Hessian.
 
+    With P the reversal of the features, P H P = C C^T gives H = R R^T with R = P C P upper triangular, so U = R^-1: one
+    factorisation and the inverse of a triangle, (2/3) n^3 FLOPs, where inverting H itself would take twice as many and
+    square its condition.
+
     Args:
-        hessian: [n, n], symmetric, X^T X or any positive semi-definite weighting of it; not changed.
+        hessian: [n, n], symmetric, X^T X or any positive semi-definite weighting of it; not changed. Or what makes it
+            anew, contiguous, in float32 or float64: then it takes the memory of one matrix, which each attempt
+            overwrites.
         damping: fraction of the mean diagonal that is added to the diagonal. Raised tenfold, at most five times,
             while the factorisation fails.
 
@@ -56,40 +62,20 @@ def inverse_cholesky(hessian: Tensor, damping: float = 0.01) -> tuple[Tensor, fl
     Raises:
         NotPositiveDefiniteError: when the last damping fails too, or an entry is not finite.
     """
-    return inverse_cholesky_of(
-        lambda: hessian.to(
-            torch.promote_types(hessian.dtype, torch.float32), copy=True, memory_format=torch.contiguous_format
-        ),
-        damping,
-    )
 
+    def fresh() -> Tensor:
+        if callable(hessian):
+            return hessian()
+        wide = torch.promote_types(hessian.dtype, torch.float32)
+        return hessian.to(wide, copy=True, memory_format=torch.contiguous_format)
 
-def inverse_cholesky_of(fresh: Callable[[], Tensor], damping: float = 0.01) -> tuple[Tensor, float]:
-    """Factor as `inverse_cholesky` does, within the memory of one matrix: each attempt asks for one and overwrites it.
-
-    With P the reversal of the features, P H P = C C^T gives H = R R^T with R = P C P upper triangular, so U = R^-1: one
-    factorisation and the inverse of a triangle, (2/3) n^3 FLOPs, where inverting H itself would take twice as many and
-    square its condition.
-
-    Args:
-        fresh: makes the Hessian [n, n] anew, contiguous, in float32 or float64.
-        damping: as for `inverse_cholesky`.
-
-    Returns:
-        As `inverse_cholesky`.
-
-    Raises:
-        NotPositiveDefiniteError: as `inverse_cholesky`.
-    """
     for attempt in range(_RAISES + 1):
         used = damping * 10**attempt
         matrix = fresh()
         damp_(matrix, used)
         trace = matrix.diagonal().sum()
         _reverse_(matrix)
-        column_major = matrix.mT  # what LAPACK works on in place; symmetric, so it is the same matrix
-        failed = torch.empty((), dtype=torch.int32, device=matrix.device)
-        torch.linalg.cholesky_ex(column_major, out=(column_major, failed))
+        column_major, failed = cholesky_(matrix)
         _reverse_(matrix)  # now R^T
         _invert_lower_(matrix)
         # One look at all, since it waits for the device. A factor whose sum overflows is of no use either.
@@ -102,6 +88,14 @@ def inverse_cholesky_of(fresh: Callable[[], Tensor], damping: float = 0.01) -> t
         f"the Hessian is not positive definite even with damping {used:g} of its mean diagonal; use more calibration "
         "samples or a larger damping"
     )
+
+
+def cholesky_(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Overwrite a symmetric matrix by its lower Cholesky factor, a view of it; return that and a number, 0 if it is."""
+    column_major = matrix.mT  # what LAPACK works on in place; symmetric, so it is the same matrix
+    failed = torch.empty((), dtype=torch.int32, device=matrix.device)
+    torch.linalg.cholesky_ex(column_major, out=(column_major, failed))
+    return column_major, failed
 
 
 @contextmanager

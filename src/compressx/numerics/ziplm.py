@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from compressx.api.patterns import NOT_FINITE
-from compressx.numerics.obs import PANEL, NotPositiveDefiniteError, damp_, inverse_cholesky_of
+from compressx.numerics.obs import PANEL, NotPositiveDefiniteError, damp_, inverse_cholesky
 from compressx.runtime.finite import all_finite
 
 CANDIDATES = 512
@@ -74,7 +74,7 @@ def remove_units(
 
     w = weight.to(first.dtype) * torch.where(dead, 0.0, scale)  # what never fires costs nothing
     del first
-    factor, used = inverse_cholesky_of(scaled, damping)
+    factor, used = inverse_cholesky(scaled, damping)
     inverse = _squared(factor)
     del factor
     members = members_of(unit.to(weight.device))

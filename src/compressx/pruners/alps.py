@@ -21,7 +21,6 @@ class ALPS(HessianPruner[Options]):
     """Prunes linears by ADMM and conjugate gradients, each by itself or those that compete side by side."""
 
     def prepare(self, block: Block, name: str, hessian: Hessian) -> Metric:
-        """Damp and scale the Hessian."""
         with refused(name):
             return Metric.of(hessian.assembled().to(block.linears[name].weight.device), self.options.damping)
 
@@ -29,7 +28,6 @@ class ALPS(HessianPruner[Options]):
         self, block: Block, patterns: Mapping[str, Pattern], stats: Mapping[str, Statistic],  # noqa: ARG002
         prepared: Mapping[str, Metric],
     ) -> dict[str, PruneResult]:  # fmt: skip
-        """Solve each linear, and those that compete side by side."""
         joint = competing(patterns)
         together: dict[str, admm.Problem] = {}
         results: dict[str, PruneResult] = {}
@@ -66,14 +64,5 @@ class ALPS(HessianPruner[Options]):
 @hookimpl
 def compressx_pruners() -> list[PrunerSpec]:
     """Offer `alps`."""
-    return [
-        PrunerSpec(
-            name="alps",
-            summary="ADMM selection, conjugate gradient on the survivors (arXiv 2406.07831)",
-            options=HessianOptions,
-            build=ALPS,
-            separable=True,
-            groups=("layer", "row"),
-            reconstructs=True,
-        )
-    ]
+    summary = "ADMM selection, conjugate gradient on the kept weights (arXiv 2406.07831)"
+    return [PrunerSpec("alps", summary, HessianOptions, ALPS, ("layer", "row"), reconstructs=True, separable=True)]

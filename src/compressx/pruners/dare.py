@@ -51,13 +51,5 @@ class Dare:
 @hookimpl
 def compressx_pruners() -> list[PrunerSpec]:
     """Offer `dare`."""
-    return [
-        PrunerSpec(
-            name="dare",
-            summary="drops what fine-tuning changed at random and rescales the others (arXiv 2311.03099)",
-            options=DareOptions,
-            build=Dare,
-            groups=("layer", "row"),
-            separable=True,
-        )
-    ]
+    summary = "drops what fine-tuning changed at random and rescales the others (arXiv 2311.03099)"
+    return [PrunerSpec("dare", summary, DareOptions, Dare, ("layer", "row"), separable=True)]

@@ -29,7 +29,6 @@ class Depth:
         self.windows, self.solves = options.windows, options.solve
 
     def choose(self, blocks: Sequence[str], count: int, divergences: Divergences) -> list[str]:
-        """Return blocks in the order in which they go."""
         gone: list[str] = []
         costs = dict.fromkeys(blocks, 0.0)  # by how much the divergence grew when each was last tried beside others
         while len(gone) < count:
@@ -44,5 +43,5 @@ class Depth:
 @hookimpl
 def compressx_pruners() -> list[PrunerSpec]:
     """Offer `depth`."""
-    said = "drops blocks by trial, those without which the predictions change least"
-    return [PrunerSpec("depth", said, Options, Depth, groups=(), nm=False, units=("blocks",))]
+    summary = "drops blocks by trial, those without which the predictions change least"
+    return [PrunerSpec("depth", summary, Options, Depth, groups=(), nm=False, units=("blocks",))]

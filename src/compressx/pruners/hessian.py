@@ -31,5 +31,4 @@ class HessianPruner(Generic[Options]):
         self.options = options
 
     def observe(self, block: Block, name: str) -> Hessian:
-        """Ask for X^T X."""
         return Hessian(block.linears[name].in_features)

@@ -51,7 +51,6 @@ class RoutedOutputs:
         self.count = self.count.to(x.device) + len(x)
 
     def tensors(self) -> Mapping[str, tuple[Tensor, Literal["sum"]]]:
-        """Return the sum and the number of tokens."""
         return {"total": (self.total, "sum"), "count": (self.count, "sum")}
 
     @property
@@ -64,14 +63,12 @@ class Reap:
     """Scores an expert by the mean of the router's weight times the norm of its output, over its tokens."""
 
     def observe(self, block: Block, name: str) -> RoutedOutputs | None:
-        """Ask for the outputs of the experts."""
         linear = block.linears[name]
         return RoutedOutputs(linear.weight) if linear.parameter == _OUTPUT else None
 
     def prune(
         self, block: Block, patterns: Mapping[str, Pattern], stats: Mapping[str, Statistic]
     ) -> dict[str, PruneResult]:
-        """Keep the experts of the highest scores."""
         results: dict[str, PruneResult] = {}
         for pattern in {id(p.units): p for p in patterns.values() if isinstance(p, Structured)}.values():
             scores = torch.zeros(pattern.units.count, dtype=torch.float64)
@@ -99,15 +96,5 @@ def _check(block: Block, patterns: Mapping[str, Pattern], _options: object) -> N
 @hookimpl
 def compressx_pruners() -> list[PrunerSpec]:
     """Offer `reap`."""
-    return [
-        PrunerSpec(
-            name="reap",
-            summary="drops the experts of the least router weight x ||output|| (arXiv 2510.13999)",
-            options=NoOptions,
-            build=lambda _: Reap(),
-            groups=(),
-            nm=False,
-            units=("experts",),
-            check=_check,
-        )
-    ]
+    summary = "drops the experts of the least router weight x ||output|| (arXiv 2510.13999)"
+    return [PrunerSpec("reap", summary, NoOptions, lambda _: Reap(), (), nm=False, units=("experts",), check=_check)]

@@ -66,15 +66,8 @@ def _check(block: Block, patterns: Mapping[str, Pattern], _options: object) -> N
 @hookimpl
 def compressx_pruners() -> list[PrunerSpec]:
     """Offer `sensitivity`."""
+    summary = "errors weighted by how the model's loss reacts to them, masks and weights by ALPS's solvers"
     return [
-        PrunerSpec(
-            name="sensitivity",
-            summary="errors weighted by how the model's loss reacts to them, masks and weights by ALPS's solvers",
-            options=SensitivityOptions,
-            build=SensitivityPruner,
-            separable=True,
-            groups=("layer", "row", "joint"),
-            reads_sensitivities=True,
-            check=_check,
-        )
-    ]
+        PrunerSpec("sensitivity", summary, SensitivityOptions, SensitivityPruner, ("layer", "row", "joint"),
+                   separable=True, reads_sensitivities=True, check=_check)
+    ]  # fmt: skip

@@ -11,7 +11,7 @@ from typing import cast
 from torch import Tensor
 
 from compressx import Block, Hessian, Pattern, PruneResult, PrunerSpec, Statistic, hookimpl
-from compressx.numerics.obs import inverse_cholesky_of, refused, sweep
+from compressx.numerics.obs import inverse_cholesky, refused, sweep
 from compressx.pruners.hessian import HessianOptions, HessianPruner
 
 
@@ -19,15 +19,13 @@ class SparseGPT(HessianPruner[HessianOptions]):
     """Prunes each linear by the Optimal Brain Surgeon column sweep."""
 
     def prepare(self, block: Block, name: str, hessian: Hessian) -> tuple[Tensor, float]:  # noqa: ARG002 - the protocol
-        """Factor the inverse of the Hessian."""
         with refused(name):
-            return inverse_cholesky_of(hessian.assembled, self.options.damping)
+            return inverse_cholesky(hessian.assembled, self.options.damping)
 
     def prune(
         self, block: Block, patterns: Mapping[str, Pattern], stats: Mapping[str, Statistic],
         prepared: Mapping[str, tuple[Tensor, float]],
     ) -> dict[str, PruneResult]:  # fmt: skip
-        """Sweep each linear."""
         results = {}
         for name, (factor, damping) in prepared.items():
             dead = cast("Hessian", stats[name]).diagonal == 0
@@ -40,14 +38,7 @@ class SparseGPT(HessianPruner[HessianOptions]):
 @hookimpl
 def compressx_pruners() -> list[PrunerSpec]:
     """Offer `sparsegpt`."""
+    summary = "second-order selection with weight update (arXiv 2301.00774)"
     return [
-        PrunerSpec(
-            name="sparsegpt",
-            summary="second-order selection with weight update (arXiv 2301.00774)",
-            options=HessianOptions,
-            build=SparseGPT,
-            separable=True,
-            groups=("layer", "row"),
-            reconstructs=True,
-        )
+        PrunerSpec("sparsegpt", summary, HessianOptions, SparseGPT, ("layer", "row"), reconstructs=True, separable=True)
     ]

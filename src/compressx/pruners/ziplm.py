@@ -40,7 +40,6 @@ class ZipLM:
         self.damping = options.damping
 
     def observe(self, block: Block, name: str) -> Hessian | Covariance | None:
-        """Ask for X^T X of linears that read units, and for the mean of X where there is a bias to put it in."""
         if not _reads_units(block, name):
             return None
         linear = block.linears[name]
@@ -49,7 +48,6 @@ class ZipLM:
     def prune(
         self, block: Block, patterns: Mapping[str, Pattern], stats: Mapping[str, Statistic]
     ) -> dict[str, PruneResult]:
-        """Choose units and solve, for each linear that reads them."""
         results: dict[str, PruneResult] = {}
         for name, statistic in stats.items():
             pattern, of = cast("Structured", patterns[name]), cast("Hessian | Covariance", statistic)
@@ -85,14 +83,5 @@ def _reads_units(block: Block, name: str) -> bool:
 @hookimpl
 def compressx_pruners() -> list[PrunerSpec]:
     """Offer `ziplm`."""
-    return [
-        PrunerSpec(
-            name="ziplm",
-            summary="units of least loss, the others solved for anew (arXiv 2302.04089)",
-            options=HessianOptions,
-            build=ZipLM,
-            groups=(),
-            nm=False,
-            units=_UNITS,
-        )
-    ]
+    summary = "units of least loss, the others solved for anew (arXiv 2302.04089)"
+    return [PrunerSpec("ziplm", summary, HessianOptions, ZipLM, groups=(), nm=False, units=_UNITS)]

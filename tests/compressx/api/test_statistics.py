@@ -4,7 +4,6 @@ import pytest
 import torch
 from tests.accelerator import pretended_accelerator
 
-from compressx.api.pruner import Statistic
 from compressx.api.statistics import Covariance, FeatureNorms, Hessian, SequenceSample
 
 
@@ -20,7 +19,7 @@ def test_batches_of_any_size_give_the_float64_sum(kind, sizes):
     value, count = statistic.tensors().values()
     assert value[1] == count[1] == "sum"
     value = statistic.matrix if kind is Hessian else value[0]
-    assert statistic.tokens == 72
+    assert int(count[0]) == 72
     torch.testing.assert_close(value.double(), expected, rtol=1e-5, atol=1e-4)
 
 
@@ -156,12 +155,6 @@ def test_covariances_of_two_processes_add_up_to_that_of_all():
     assert not Covariance(3).assembled().any()
 
 
-def test_feature_norms_are_the_square_roots():
-    statistic = FeatureNorms(2)
-    statistic.update(torch.tensor([[[3.0, 0.0], [4.0, 2.0]]]))
-    assert statistic.norms.tolist() == [5.0, 2.0]
-
-
 def test_norms_add_many_small_batches_to_a_large_one():
     statistic = FeatureNorms(1)
     statistic.update(torch.tensor([[[1e4]]]))
@@ -206,8 +199,3 @@ def test_fresh_statistics_of_one_kind_and_size_compare_equal_so_that_the_walk_sh
     filled = Hessian(4)
     filled.update(torch.randn(1, 2, 4))
     assert filled == Hessian(4)
-
-
-@pytest.mark.parametrize("statistic", [FeatureNorms(2), Hessian(2), SequenceSample(2)])
-def test_every_statistic_fits_the_protocol(statistic):
-    assert isinstance(statistic, Statistic)

@@ -170,18 +170,6 @@ def test_float32_is_as_good_as_float64(pattern):
     assert exact[0] == pytest.approx(exact[1], rel=0.01)
 
 
-def test_the_same_problem_has_the_same_solution_and_is_only_read():
-    weight, x = problem()
-    before = weight.clone()
-    metric = Metric.of(x.T @ x, 0.01)
-    gram = metric.gram.clone()
-    first, second = (alone(weight, metric, Unstructured(0.6, "layer")) for _ in range(2))
-    assert torch.equal(first.keep, second.keep)
-    assert torch.equal(first.weight, second.weight)
-    assert torch.equal(weight, before)
-    assert torch.equal(metric.gram, gram)
-
-
 def test_a_hessian_that_is_not_finite_or_indefinite_is_refused():
     with pytest.raises(NotPositiveDefiniteError, match="NaN"):
         Metric.of(torch.full((2, 2), float("nan")))

@@ -3,20 +3,11 @@ from __future__ import annotations
 import pytest
 import torch
 from tests.accelerator import pretended_accelerator
+from tests.compressx.numerics.problems import problem
 
 from compressx.api.patterns import NM, FixedMask, Unstructured
 from compressx.api.statistics import Hessian
-from compressx.numerics.obs import NotPositiveDefiniteError, inverse_cholesky, inverse_cholesky_of, sweep
-
-
-def problem(rows: int, columns: int, tokens: int = 400, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """A weight and strongly correlated inputs, float64."""
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(tokens, columns, generator=generator, dtype=torch.float64)
-    mix = torch.eye(columns, dtype=torch.float64) + 0.6 * torch.randn(
-        columns, columns, generator=generator, dtype=torch.float64
-    )
-    return torch.randn(rows, columns, generator=generator, dtype=torch.float64), x @ mix
+from compressx.numerics.obs import NotPositiveDefiniteError, inverse_cholesky, sweep
 
 
 def one_weight_at_a_time(weight: torch.Tensor, hessian: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
@@ -133,7 +124,7 @@ def test_features_that_never_fire_do_not_water_the_damping_down():
 def test_the_factor_of_a_statistic_is_that_of_its_matrix():
     hessian = Hessian(12)
     hessian.update(problem(1, 12)[1])
-    assert torch.equal(inverse_cholesky_of(hessian.assembled)[0], inverse_cholesky(hessian.matrix)[0])
+    assert torch.equal(inverse_cholesky(hessian.assembled)[0], inverse_cholesky(hessian.matrix)[0])
 
 
 def test_the_damping_is_raised_until_the_factor_exists_and_is_reported():

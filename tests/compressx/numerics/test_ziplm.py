@@ -162,13 +162,6 @@ def test_fewer_tokens_than_features_and_narrow_weights_are_solved_in_float32():
         assert 0 <= float(found.error) < 0.1
 
 
-def test_what_is_given_is_only_read():
-    weight, x, unit = problem(12, 2)
-    before = weight.clone()
-    removed(weight, x, unit, 5)
-    assert torch.equal(weight, before)
-
-
 def test_numbers_that_are_none_and_units_of_different_sizes_are_refused():
     weight, x, unit = problem(6, 1)
     bad = weight.clone()

@@ -160,16 +160,3 @@ def test_the_report_has_the_error_of_the_output_and_the_damping():
     lost = (outputs(x[name], scene, name, results[name]) - dense).square().sum() / dense.square().sum()
     assert results[name].info == {"linear_error": pytest.approx(float(lost), rel=1e-3), "damping": 0.03}
     assert not results[name.replace("down", "up")].info
-
-
-def test_it_loses_less_of_every_output_than_summed_wanda_and_magnitude():
-    for claim in (Whole("neurons", 0.3), Whole("kv-groups", 0.5)):
-        lost = {}
-        for pruner in ("ziplm", "wanda", "magnitude"):
-            subject = Subject(BUILT_IN[pruner], BUILT_IN[pruner].options(), "llama-mha")
-            scene = subject.scene()
-            x, results = inputs_of(scene), subject.decided(scene, claim)
-            ((name, _),) = columns_of(scene, subject, claim)
-            dense = outputs(x[name], scene, name)
-            lost[pruner] = float((outputs(x[name], scene, name, results[name]) - dense).square().sum())
-        assert lost["ziplm"] < 0.8 * min(lost["wanda"], lost["magnitude"])
