@@ -8,6 +8,7 @@ import pytest
 import torch
 from tests.accelerator import pretended_accelerator
 from tests.compressx.architectures import KINDS
+from tests.compressx.blocks.test_prune import plan_all
 from tests.compressx.built_in import BUILT_IN
 
 from compressx.api.patterns import NM, Structured, Unstructured
@@ -127,7 +128,7 @@ def test_a_column_of_the_sweep_costs_few_kernels_and_no_wait(pattern, most):
 
 def test_of_a_pruned_block_masks_are_copied_to_the_host_and_weights_once_to_be_hashed():
     model, spec = tiny_model("llama"), BUILT_IN["sparsegpt"]
-    plan = Subject(spec, spec.options(), "llama").plan(model)
+    plan = plan_all(model, spec, Unstructured(0.5, "layer"))
     weights = sum(math.prod(x.shape) for x in plan.linears if x.block == "model.layers.0")
     with pretended_accelerator() as device:
         blocks = prune_model(InMemory(model.to("cuda")), plan, torch.split(tiny_tokens(), 4))
