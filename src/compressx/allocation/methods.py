@@ -24,7 +24,6 @@ from compressx.recipe.sections import (
     DivergenceAllocation,
     OwlAllocation,
 )
-from compressx.runtime.errors import CalibrationError
 
 Curves: TypeAlias = Mapping[str, Sequence[Sequence[float]]]
 """The sparsities of each measured unit, and their divergences, by the name of its first linear; JSON types."""
@@ -65,49 +64,40 @@ def allocate(
     units = units_of(plan, settings.unit)
     total = len({u.block for u in units if u.block})
 
-    def blocks_done(done: int, note: str = "") -> None:
+    def tell(done: int, note: str = "") -> None:
         progress(done, total, note)
 
-    blocks_done(0)
+    tell(0)
     if isinstance(settings, OwlAllocation):
-        return _by_outliers(access, plan, settings, units, batches, blocks_done, keep, earlier, record)
+        choose, details = _by_outliers(_outliers(access, settings, units, batches, tell, keep, earlier, record))
+    else:
 
-    def curves() -> Curves:
-        return _curves(access, settings, units, batches, sensitivities, blocks_done, keep, earlier, record)
+        def measured() -> Curves:
+            return _curves(access, settings, units, batches, sensitivities, tell, keep, earlier, record)
 
-    return _by_divergence(plan, settings, units, remembered(curves))
-
-
-def report_on(
-    final: Plan, settings: Allocation, details: Callable[[Unit, float], Mapping[str, Any]] = lambda _u, _s: {}
-) -> AllocationReport:
-    """Report the sparsity of each unit.
-
-    Args:
-        final: the plan with its final patterns.
-        settings: the recipe's `allocation` section.
-        details: further fields of `UnitReport` for a unit at its sparsity.
-    """
-    zeros = zeros_of(final.linears)
-    return AllocationReport(
-        method=settings.method,
-        target=settings.fraction,
-        unit=settings.unit,
-        weights=sum(x.weights for x in final.linears),
-        zeros=zeros,
-        units=tuple(_unit_report(u, details) for u in units_of(final, settings.unit)),
+        choose, details = _by_divergence(remembered(measured))
+    final = plan.allocated(spread(units, settings.fraction, choose))
+    reports = []
+    for unit in units_of(final, settings.unit):
+        names, sparsity = tuple(x.name for x in unit.linears), zeros_of(unit.linears) / unit.weights
+        reports.append(UnitReport(unit.block, unit.label, names, unit.weights, sparsity, **details(unit, sparsity)))
+    weights = sum(x.weights for x in final.linears)
+    report = AllocationReport(
+        settings.method, settings.fraction, settings.unit, weights, zeros_of(final.linears), tuple(reports)
     )
+    return final, report
 
 
-def _unit_report(unit: Unit, details: Callable[[Unit, float], Mapping[str, Any]]) -> UnitReport:
-    sparsity = zeros_of(unit.linears) / unit.weights
-    names = tuple(x.name for x in unit.linears)
-    return UnitReport(unit.block, unit.label, names, unit.weights, sparsity, **details(unit, sparsity))
+_Choose: TypeAlias = Callable[[Sequence[Unit], int], list[int]]
+"""Distributes zeros over units."""
+
+_Details: TypeAlias = Callable[[Unit, float], Mapping[str, Any]]
+"""What the report says of a unit at its sparsity: further fields of `UnitReport`."""
 
 
 def _curves(
     access: Access, settings: DivergenceAllocation | AttentionAware, units: Sequence[Unit], batches: Sequence[Tensor],
-    sensitivities: Mapping[str, Tensor], progress: Callable[..., None], keep: Keep,
+    sensitivities: Mapping[str, Tensor], tell: Callable[..., None], keep: Keep,
     earlier: Curves, record: Callable[[Curves], None],
 ) -> Curves:  # fmt: skip
     """Measure what each sparsity of each unit costs; no target is in it, so it serves all."""
@@ -117,18 +107,16 @@ def _curves(
     before = len({u.block for u in units if u.block} - {u.block for u in left})
     blocks = measure(
         access, left, seen, held_out, settings.sparsities, sensitivities, keep,
-        progress=lambda done, windows: progress(before, f"gradients at {done} of {windows} windows"),
+        progress=lambda done, windows: tell(before, f"gradients at {done} of {windows} windows"),
     )  # fmt: skip
     for done, block in enumerate(blocks, start=before + 1):
         found |= {m.unit.linears[0].name: [[*m.sparsities], [*m.divergences]] for m in block}
         record(found)
-        progress(done)
+        tell(done)
     return found
 
 
-def _by_divergence(
-    plan: Plan, settings: DivergenceAllocation | AttentionAware, units: Sequence[Unit], measured: Curves
-) -> tuple[Plan, AllocationReport]:
+def _by_divergence(measured: Curves) -> tuple[_Choose, _Details]:
     """Choose the sparsities with the lowest summed divergence."""
     curves = {name: Curve(tuple(at), tuple(costs)) for name, (at, costs) in measured.items() if at}
 
@@ -142,35 +130,36 @@ def _by_divergence(
     def details(unit: Unit, sparsity: float) -> dict[str, Any]:
         if (curve := curves.get(unit.linears[0].name)) is None:
             return {}
-        return {
-            "divergence": curve.error(sparsity), "sparsities": curve.sparsities, "divergences": curve.errors,
-        }  # fmt: skip
+        return {"divergence": curve.error(sparsity), "sparsities": curve.sparsities, "divergences": curve.errors}
 
-    final = plan.allocated(spread(units, settings.fraction, choose))
-    return final, report_on(final, settings, details)
+    return choose, details
 
 
-def _by_outliers(
-    access: Access, plan: Plan, settings: OwlAllocation, units: Sequence[Unit], batches: Sequence[Tensor],
-    progress: Callable[[int], None], keep: Keep, earlier: Mapping[str, float],
+def _outliers(
+    access: Access, settings: OwlAllocation, units: Sequence[Unit], batches: Sequence[Tensor],
+    tell: Callable[[int], None], keep: Keep, earlier: Mapping[str, float],
     record: Callable[[Mapping[str, float]], None],
-) -> tuple[Plan, AllocationReport]:  # fmt: skip
-    """Choose lower sparsities for blocks with more outliers."""
+) -> Mapping[str, float]:  # fmt: skip
+    """Measure the outlier ratio of each block."""
     windows = torch.cat(tuple(batches))[: settings.samples]
-    ratios = dict(earlier)  # by block
+    ratios = dict(earlier)
     left = [u for u in units if u.block not in ratios]
     for unit, ratio in measure_outliers(access, left, torch.split(windows, len(batches[0])), OUTLIER_THRESHOLD, keep):
         ratios[unit.block] = ratio
         record(ratios)
-        progress(len(ratios))
+        tell(len(ratios))
+    return ratios
+
+
+def _by_outliers(ratios: Mapping[str, float]) -> tuple[_Choose, _Details]:
+    """Choose lower sparsities for blocks with more outliers."""
 
     def choose(group: Sequence[Unit], zeros: int) -> list[int]:
         weights = [u.weights for u in group]
         chosen = outlier_weighed([ratios[u.block] for u in group], weights, zeros / sum(weights), SPREAD)
         return [round(s * w) for s, w in zip(chosen, weights, strict=True)]
 
-    final = plan.allocated(spread(units, settings.fraction, choose))
-    return final, report_on(final, settings, lambda unit, _: {"outliers": ratios.get(unit.block)})
+    return choose, lambda unit, _: {"outliers": ratios.get(unit.block)}
 
 
 def outlier_weighed(ratios: Sequence[float], weights: Sequence[int], target: float, spread: float) -> list[float]:
@@ -207,14 +196,8 @@ def held_out_of(samples: int, windows: int) -> int:
 
 
 def _parts(batches: Sequence[Tensor], samples: int) -> tuple[list[Tensor], list[Tensor]]:
-    """Split off the last quarter of `samples` windows to measure on.
-
-    Raises:
-        CalibrationError: a single window, of which nothing would be left for the pruners.
-    """
+    """Split off the last quarter of `samples` windows to measure on."""
     windows = torch.cat(tuple(batches))[:samples]
-    if len(windows) < 2:
-        raise CalibrationError("divergences are measured on windows that pruners do not see; expected at least 2")
     held_out = held_out_of(samples, len(windows))
     seen, unseen = windows[:-held_out], windows[-held_out:]
     size = len(batches[0])

@@ -31,7 +31,6 @@ from compressx.runtime.code import code_versions
 from compressx.runtime.errors import Mistakes, RecipeError
 from compressx.stages.state import RunState, Stage
 from compressx.stages.store import Journal, recorded_arithmetic
-from compressx.training.finetune import training_windows
 
 
 class Inputs(Stage):
@@ -105,29 +104,22 @@ def read_all(state: RunState, generated: Generated, *, evaluated: bool = True) -
             state.evaluators = read_evaluators(recipe.evaluate, state.plugins, tokenizer, model)
     if any(dataset.generate is not None for dataset in recipe.datasets().values()):
         mistakes.raise_all()  # what the model generates can take hours
-    with mistakes.collected(UnreachableError):
-        read_calibration_text(state, generated)
-    if not mistakes or (recipe.finetune is not None and recipe.finetune.draw is not None):
-        with mistakes.collected(UnreachableError), loaded.at("finetune"):
-            state.training = training_windows(recipe, tokenizer, state.calibration, generated, model)
-            if state.training is not None:
-                check_ids(model, state.training, tokenizer, "the text")
-    mistakes.raise_all()
-
-
-def read_calibration_text(state: RunState, generated: Generated | None = None) -> None:
-    """Read the calibration windows, unless they are there; `generated` is as for `read_calibration`.
-
-    Raises:
-        CalibrationError: as `read_all`.
-    """
-    settings = state.recipe.calibration
-    with state.loaded.at("calibration"):
-        if state.calibration is None and settings is not None and state.plan.needs_calibration:
-            own = generated or partial(_generated, state)
-            state.calibration = read_calibration(settings.draw, state.tokenizer, own, state.skeleton)
+    with mistakes.collected(UnreachableError), loaded.at("calibration"):
+        text = recipe.calibration
+        if state.calibration is None and text is not None and state.plan.needs_calibration:
+            state.calibration = read_calibration(text.draw, tokenizer, generated, model)
         if state.calibration is not None:
-            check_ids(state.skeleton, state.calibration, state.tokenizer, "the text")
+            check_ids(model, state.calibration, tokenizer, "the text")
+    tuning = recipe.finetune
+    with mistakes.collected(UnreachableError), loaded.at("finetune"):
+        if tuning is not None and (tuning.draw is not None or not mistakes):
+            state.training = state.calibration if tuning.draw is None else None
+            if state.training is None:
+                state.training = read_calibration(
+                    tuning.draw or recipe.draws()["calibration"], tokenizer, generated, model
+                )
+            check_ids(model, state.training, tokenizer, "the text")
+    mistakes.raise_all()
 
 
 def blank(settings: Generate, length: int) -> Tensor:

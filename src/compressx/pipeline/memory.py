@@ -38,7 +38,6 @@ from compressx.runtime.timing import forget_peaks
 from compressx.stages.log import run_log
 from compressx.stages.state import Progress, RunState
 from compressx.stages.store import InMemoryStore
-from compressx.training.stage import learns_from_dense
 
 _DENSE_STAGES = ("load", "calibrate", "evaluate dense", "allocate")
 """The stages that leave the model's weights as they were."""
@@ -123,7 +122,8 @@ def prune(
 
 def _pruned(state: RunState, model: Any, work: Any) -> PrunedModel:
     """Go through the stages of a run, with `work`: the dense model or a copy of it."""
-    dense = deepcopy(model) if learns_from_dense(state.recipe) and work is model else model
+    taught = state.recipe.finetune is not None and state.recipe.finetune.teacher == "dense"
+    dense = deepcopy(model) if taught and work is model else model
     state.open, state.dense = lambda: InMemory(work), lambda: dense
     walk(state)
     masks = state.store.masks()
@@ -197,29 +197,29 @@ def _check_model(model: Any) -> None:
     """
     from transformers import PreTrainedModel
 
-    kind = type(model).__name__
+    kind, load = type(model).__name__, "load one by AutoModelForCausalLM.from_pretrained"
     if not isinstance(model, PreTrainedModel):
-        wrapped = "unwrap it first (PEFT: model.merge_and_unload(); torch.compile: model._orig_mod; DDP: model.module)"
-        other = "load one by AutoModelForCausalLM.from_pretrained, or write a recipe and call compressx.run"
+        unwrap = "unwrap it first (PEFT: model.merge_and_unload(); torch.compile: model._orig_mod; DDP: model.module)"
         raise UnsupportedModelError(
             f"prune takes a transformers causal language model, got {kind}; "
-            f"{wrapped if isinstance(model, nn.Module) else other}"
+            f"{unwrap if isinstance(model, nn.Module) else load}"
         )
+    devices = sorted({str(parameter.device) for parameter in model.parameters()})
+    told = ""
     if has_adapters(model):  # get_peft_model puts them into the model that it is given, too
-        raise UnsupportedModelError(f"{kind} has PEFT adapters; merge them into its weights, or load it without them")
-    if model.get_output_embeddings() is None:
-        raise UnsupportedModelError(
-            f"{kind} has no head to predict tokens; load the model by AutoModelForCausalLM.from_pretrained"
+        told = "PEFT adapters; merge them into its weights, or load it without them"
+    elif model.get_output_embeddings() is None:
+        told = f"no head to predict tokens; {load}"
+    elif getattr(model.config, "quantization_config", None) is not None:
+        told = "quantized weights; prune the full-precision model, then quantize"
+    elif len(devices) != 1 or "meta" in devices:
+        told = (
+            f"weights on {' and '.join(devices)}, expected one device; load it without device_map, or write a recipe "
+            "with model.streaming: true and call compressx.run"
         )
-    if getattr(model.config, "quantization_config", None) is not None:
-        raise UnsupportedModelError(f"{kind} is quantized; prune the full-precision model, then quantize")
+    if told:
+        raise UnsupportedModelError(f"{kind} has {told}")
     refuse_prepared(model, "pruned")
-    devices = {str(parameter.device) for parameter in model.parameters()}
-    if len(devices) != 1 or "meta" in devices:
-        raise UnsupportedModelError(
-            f"{kind} has weights on {' and '.join(sorted(devices))}, expected one device; load it without device_map, "
-            "or write a recipe with model.streaming: true and call compressx.run"
-        )
 
 
 def _check_tokenizer(tokenizer: Any) -> Any:

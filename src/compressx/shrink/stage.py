@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import shutil
 import tempfile
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -71,19 +69,15 @@ class Shrink(Stage):
             if p.unit != "blocks"
         ]
         with mistakes.collected(), state.loaded.at("shrink"):
-            try:
-                for gone in _gone(plan.depth):
-                    smaller(state.skeleton, kept, gone)
-            except UnsupportedModelError as error:
-                others = _fitting_others(state.skeleton, patterns.values())
-                raise UnsupportedModelError(f"{error}{others}") from error
+            for gone in _gone(plan.depth):
+                smaller(state.skeleton, kept, gone)
 
     def run(self, state: RunState) -> None:
         """Write `model/`, and what stays of the original to `units.json`; the masks keep the original's shapes."""
         folder, access, plan = state.folder, state.access, state.plan
         if state.recipe.own_widths:
-            left = left_of(access.model, remaining_units(plan, state.store.masks()))
-            counts = count_parameters(access.model), count_parameters(access.model, left)
+            tensors = left_of(access.model, remaining_units(plan, state.store.masks()))
+            counts = count_parameters(access.model), count_parameters(access.model, tensors)
             state.results["allocation"] = replace(state.results["allocation"], parameters=counts)
         if not state.recipe.shrink or folder is None or state.checkpoint is None:
             return
@@ -99,7 +93,13 @@ class Shrink(Stage):
             save_shrunk(access, made, state.tokenizer, folder / "model")
             place = replace(state.checkpoint.at(folder / "model"), gguf_file=None)
             saved, differs = _compare(access, made, place)
-            atomic_write(folder / "units.json", (json_text(_units(kept, made, plan)) + "\n").encode())
+            left = {
+                "blocks": {"count": len(made.blocks) + len(plan.dropped), "dropped": [*plan.dropped]},
+                "units": {
+                    x.units.fqn: {"kind": x.units.kind, "count": x.units.count, "kept": x.index.tolist()} for x in kept
+                },
+            }
+            atomic_write(folder / "units.json", (json_text(left) + "\n").encode())
             state.results["shrink"] = {
                 "parameters": [count_parameters(x.model) for x in (access, saved)],
                 "config": {name: [*numbers] for name, numbers in made.numbers.items()},
@@ -113,23 +113,6 @@ def _gone(depth: PlannedDepth | None) -> tuple[tuple[str, ...], ...]:
         return ((),)
     count = depth.pattern.dropped
     return depth.blocks[:count], depth.blocks[len(depth.blocks) - count :]
-
-
-def _fitting_others(skeleton: Any, patterns: Iterable[Structured]) -> str:
-    """Return how many heads could be left, if it is their number that the config refuses."""
-    heads = [p for p in patterns if p.unit == "kv-groups"]
-    asked = {(p.units.count, p.dropped) for p in heads}
-    if len(asked) != 1:
-        return ""
-    ((count, dropped),) = asked
-    able = []
-    for left in range(1, count):
-        with contextlib.suppress(UnsupportedModelError):
-            smaller(skeleton, [RemainingUnits(p.units, torch.arange(count) < left) for p in heads])
-            able.append(left)
-    if not able or count - dropped in able:
-        return ""
-    return f"; sparsities of kv-groups that fit: {', '.join(f'{1 - n / count:.4g} ({n} left)' for n in able)}"
 
 
 def remaining_units(plan: Plan, masks: MaskSet) -> list[RemainingUnits]:
@@ -162,17 +145,6 @@ def _compare(access: Access, made: Smaller, checkpoint: Checkpoint) -> tuple[Acc
             "please report this"
         )
     return saved, differs
-
-
-def _units(kept: list[RemainingUnits], made: Smaller, plan: Plan) -> dict[str, Any]:
-    """Return the content of `units.json`."""
-    return {
-        "blocks": {"count": len(made.blocks) + len(plan.dropped), "dropped": [*plan.dropped]},
-        "units": {
-            one.units.fqn: {"kind": one.units.kind, "count": one.units.count, "kept": one.index.tolist()}
-            for one in kept
-        },
-    }
 
 
 def save_shrunk(access: Access, made: Smaller, tokenizer: Any | None, folder: Path) -> None:

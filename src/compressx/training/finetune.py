@@ -24,17 +24,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from compressx.api.record import FinetuneReport, HeldOutLoss
-from compressx.data.windows import Generated, read_calibration
 from compressx.masks.maskset import MaskSet
 from compressx.models.arithmetic import products_in
 from compressx.models.shards import read_tensors, write_tensors
-from compressx.recipe.schema import Recipe
 from compressx.recipe.sections import Finetune
-from compressx.runtime.errors import ArtifactError, CalibrationError, UnsupportedModelError, memory_named
+from compressx.runtime.errors import ArtifactError, CalibrationError, memory_named
 from compressx.runtime.quiet import quiet_libraries
 from compressx.training.trainable import adapted, check_trained, own_checkpointing_off, scales, trainable
-
-Tell: TypeAlias = Callable[[str], None]
 
 _LARGEST_NORM = 1.0
 """Maximum norm of a step's gradient, a customary value."""
@@ -67,30 +63,10 @@ _LOGITS_AT_ONCE_ON_ACCELERATOR = 2**26
 """The same where a chunk is a few kernel launches: 256 MiB."""
 
 
-def training_windows(
-    recipe: Recipe, tokenizer: Any, calibration: Tensor | None, generated: Generated | None = None, model: Any = None
-) -> Tensor | None:
-    """Read the text that a recipe fine-tunes on.
-
-    Returns:
-        int64 [windows, tokens], or None if the recipe has no `finetune` section.
-
-    Raises:
-        CalibrationError: text that cannot be read or is too short.
-    """
-    if recipe.finetune is None:
-        return None
-    draws = recipe.draws()
-    if "finetune" not in draws and calibration is not None:
-        return calibration
-    return read_calibration(draws.get("finetune") or draws["calibration"], tokenizer, generated, model)
-
-
 def finetune(
     model: Any, masks: MaskSet, windows: Tensor, settings: Finetune, *, teacher: Any | None = None,
     products: torch.dtype | None = None, checkpoint: Path | None = None,
-    progress: Callable[[int, int, float], None] | None = None,
-    tell: Tell = lambda _: None,
+    progress: Callable[[int, int, float], None] | None = None, tell: Callable[[str], None] = lambda _: None,
 ) -> FinetuneReport:  # fmt: skip
     """Train the remaining weights of a pruned model, or adapters, in place; dropped ones stay zero.
 
@@ -111,7 +87,6 @@ def finetune(
     Raises:
         CalibrationError: a loss, gradient or trained weight that is not finite.
         ArtifactError: masks of another model, or a checkpoint that cannot be read or written.
-        UnsupportedModelError: gradient checkpointing is on, and the model does not support it.
     """
     if (teacher is None) != (settings.teacher == "none"):
         raise ValueError(f"teacher {settings.taught_by!r} with {'no' if teacher is None else 'a'} dense model")
@@ -126,7 +101,9 @@ def finetune(
         trained = {name: parameter for name, parameter in model.named_parameters() if parameter in parameters}
         steps = _Steps(model, teacher, windows, settings, trained, products, tell)
         steps.run(checkpoint, progress)
-        count = sum(p.numel() for p in trained.values()) - (_dropped(masks) if settings.lora is None else 0)
+        count = sum(p.numel() for p in trained.values())
+        if settings.lora is None:  # of masked weights only the kept ones
+            count -= sum(int((~entry.keep).sum()) for entry in masks.values())
     check_trained(model, masks, settings.learning_rate)
     drawn = (len(steps.seen), windows.shape[1])
     return FinetuneReport(
@@ -149,7 +126,7 @@ class _Steps:
 
     def __init__(
         self, model: Any, teacher: Any | None, windows: Tensor, settings: Finetune, trained: Mapping[str, nn.Parameter],
-        products: torch.dtype | None, tell: Tell,
+        products: torch.dtype | None, tell: Callable[[str], None],
     ) -> None:  # fmt: skip
         self.model, self.teacher, self.settings, self.trained = model, teacher, settings, trained
         self.products, self.tell = products, tell
@@ -258,25 +235,20 @@ class _Steps:
             state |= {f"{kind}.{name}": x.contiguous() for kind, x in self.optimizer.state[parameter].items()}
         return state | {f"best.{name}": value.contiguous() for name, value in self.best.items()}
 
+    @torch.no_grad()
     def _load(self, checkpoint: Path) -> None:
         state = read_tensors(checkpoint)
-        with memory_named(str(checkpoint)):
-            self._restore(checkpoint, state)
-
-    def _restore(self, checkpoint: Path, state: dict[str, Tensor]) -> None:
         try:
-            self.losses = state.pop("losses").tolist()
-            self.held_out = [HeldOutLoss(int(n), loss, s) for n, loss, s in state.pop("held_out").tolist()]
-            self.before = float(state.pop("seconds"))
-            with torch.no_grad():
+            with memory_named(str(checkpoint)):
+                self.losses = state.pop("losses").tolist()
+                self.held_out = [HeldOutLoss(int(n), loss, s) for n, loss, s in state.pop("held_out").tolist()]
+                self.before = float(state.pop("seconds"))
                 for name, parameter in self.trained.items():
                     parameter.copy_(state.pop(f"value.{name}"))
-            for key, value in state.items():
-                kind, _, name = key.partition(".")
-                into = self.best if kind == "best" else self.optimizer.state[self.trained[name]]
-                into[name if kind == "best" else kind] = value.to(self.device)
-        except torch.OutOfMemoryError:
-            raise
+                for key, value in state.items():
+                    kind, _, name = key.partition(".")
+                    into = self.best if kind == "best" else self.optimizer.state[self.trained[name]]
+                    into[name if kind == "best" else kind] = value.to(self.device)
         except (KeyError, RuntimeError) as error:
             raise ArtifactError(f"{checkpoint} is damaged ({error!r}); start over with --restart") from error
 
@@ -286,11 +258,6 @@ def _training_mode(model: Any, gradient_checkpointing: bool) -> Iterator[None]:
     """Put a model in training mode, which gradient checkpointing in transformers requires; restore it afterwards."""
     training = {module: module.training for module in model.modules()}
     if gradient_checkpointing:
-        if not model.supports_gradient_checkpointing:
-            raise UnsupportedModelError(
-                f"{type(model).__name__} does not support gradient checkpointing; set finetune.gradient_checkpointing: "
-                "false, which takes more memory"
-            )
         with quiet_libraries():  # newer versions warn that the method is renamed
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.train()
@@ -299,11 +266,6 @@ def _training_mode(model: Any, gradient_checkpointing: bool) -> Iterator[None]:
     finally:
         for module, before in training.items():
             module.training = before
-
-
-def _dropped(masks: MaskSet) -> int:
-    """Count the weights that masks drop."""
-    return sum(entry.keep.numel() - int(entry.keep.sum()) for entry in masks.values())
 
 
 def fraction_done(settings: Finetune, steps: int, seconds: float) -> float:
@@ -380,7 +342,7 @@ def distillation_loss(student: Tensor, teacher: Tensor, *, rows: int | None = No
         loss = torch.dot(p.flatten(), wanted.sub_(predicted).flatten())
         return loss, predicted.exp_().sub_(p)
 
-    return _mean(student, teacher, len(student), summed, rows)
+    return _InChunks.mean(student, teacher, len(student), summed, rows)
 
 
 def next_token_loss(logits: Tensor, ids: Tensor, *, rows: int | None = None) -> Tensor:
@@ -403,19 +365,17 @@ def next_token_loss(logits: Tensor, ids: Tensor, *, rows: int | None = None) -> 
         return loss.detach(), torch.autograd.grad(loss, leaf)[0]
 
     # Slicing the last token off the logits would copy them.
-    return _mean(logits.flatten(0, 1), following, ids.numel() - len(ids), summed, rows)
-
-
-def _mean(logits: Tensor, targets: Tensor, count: int, summed: _RowLoss, rows: int | None) -> Tensor:
-    at_once = _LOGITS_AT_ONCE if logits.device.type == "cpu" else _LOGITS_AT_ONCE_ON_ACCELERATOR
-    loss: Tensor = _InChunks.apply(  # type: ignore[no-untyped-call]
-        logits, targets, count, summed, rows or max(1, at_once // logits.shape[-1])
-    )
-    return loss
+    return _InChunks.mean(logits.flatten(0, 1), following, ids.numel() - len(ids), summed, rows)
 
 
 class _InChunks(torch.autograd.Function):
     """A mean over chunks of rows that computes its gradient in the forward pass and keeps nothing else."""
+
+    @classmethod
+    def mean(cls, logits: Tensor, targets: Tensor, count: int, summed: _RowLoss, rows: int | None) -> Tensor:
+        at_once = _LOGITS_AT_ONCE if logits.device.type == "cpu" else _LOGITS_AT_ONCE_ON_ACCELERATOR
+        loss: Tensor = cls.apply(logits, targets, count, summed, rows or max(1, at_once // logits.shape[-1]))  # type: ignore[no-untyped-call]
+        return loss
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, count: int, summed: _RowLoss, rows: int) -> Tensor:

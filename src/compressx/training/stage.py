@@ -23,8 +23,8 @@ from compressx.models.streaming import free_memory, open_model
 from compressx.planning.plan import Plan
 from compressx.planning.targets import matching_planned
 from compressx.recipe.rules import matches
-from compressx.recipe.schema import LoadedRecipe, Recipe
-from compressx.recipe.sections import Finetune
+from compressx.recipe.schema import LoadedRecipe
+from compressx.recipe.sections import Calibration, Finetune, ReconstructBlock
 from compressx.recipe.sources import ModelSource
 from compressx.report.section import Column, Section, counted, number_of, table
 from compressx.runtime.errors import CompressxError, Mistakes, RecipeError, UnsupportedModelError
@@ -45,21 +45,22 @@ class BlockReconstruction(Stage):
 
     def check(self, state: RunState, plan: Plan | None, mistakes: Mistakes) -> None:
         """Refuse training without text, without a block, or with steps that cannot be shared."""
-        if state.recipe.reconstruct_block is None:
+        settings, text = state.recipe.reconstruct_block, state.recipe.calibration
+        if settings is None:
             return
-        if plan is not None and state.recipe.calibration is None:
+        where = state.loaded.where("reconstruct_block")
+        if plan is not None and text is None:
             mistakes.add(RecipeError(
-                f"{state.loaded.where('reconstruct_block')}: blocks are trained on calibration text, but the recipe "
-                "has no calibration; add one, such as calibration: {dataset: wikitext, samples: 128}"
+                f"{where}: blocks are trained on calibration text, but the recipe has no calibration; add one, such as "
+                "calibration: {dataset: wikitext, samples: 128}"
             ))  # fmt: skip
         if plan is not None and not any(linear.block for linear in plan.linears):
             mistakes.add(RecipeError(
-                f"{state.loaded.where('reconstruct_block')}: it has no effect: all linears that the rules match are "
-                "outside the decoder blocks; leave it out"
+                f"{where}: it has no effect: all linears that the rules match are outside the decoder blocks; leave it "
+                "out"
             ))  # fmt: skip
-        for refuse in (refuse_nothing_held_out, refuse_uneven_steps):
-            with mistakes.collected():
-                refuse(state.loaded, state.processes)
+        if text is not None:
+            mistakes.add(*undivided(state.loaded, settings, text, state.processes))
 
     def sentences(self, report: RunReport) -> Iterator[str]:
         """Say that the blocks were trained."""
@@ -100,12 +101,11 @@ class FineTuning(Stage):
                 with mistakes.collected(), loaded.at("output"):
                     refuse_overwriting(state.recipe.output, "teacher of finetune", settings.teacher.path)
             with mistakes.collected(), loaded.at("finetune", "teacher"):
-                _check_teacher(settings.teacher, None if text is None else text.sequence_length, skeleton)
-        if plan is None:
-            return
-        with mistakes.collected():
-            _check_adapters(loaded, settings, skeleton, [linear.name for linear in plan.linears])
-        if state.measured:
+                _check_teacher(settings.teacher, 0 if text is None else text.sequence_length, skeleton)
+        if plan is not None:
+            with mistakes.collected():
+                _check_adapters(loaded, settings, skeleton, [linear.name for linear in plan.linears])
+        if plan is not None and state.measured:
             with mistakes.collected():
                 _refuse_large_finetuning(state, settings, plan)
 
@@ -120,11 +120,10 @@ class FineTuning(Stage):
 
         state.report_progress("finetune", 0, total_steps(settings, 0, 0.0))
         with state.loaded.at("finetune"):
-            teacher = _teacher(settings, state)
-            checkpoint = None
-            if state.folder is not None:
-                name = _fingerprint(settings, windows, teacher, state.products)
-                checkpoint = _checkpoint(state.store.blocks, name)
+            teacher = state.dense() if settings.teacher == "dense" else None
+            if isinstance(settings.teacher, ModelSource):
+                teacher = open_model(find_checkpoint(settings.teacher), False, state.device).model
+            checkpoint = None if state.folder is None else _checkpoint(state, settings, windows, teacher)
             model = state.access.model
             blocks = find_blocks(model)
             with skipped({fqn: blocks[fqn] for fqn in state.plan.dropped}):  # they would take as long as the others
@@ -160,11 +159,6 @@ def _summary(tuned: FinetuneReport) -> str:
         f"{tuned.steps} steps on {count} windows of {tokens} tokens, {tuned.trained / 1e6:.3g} M numbers trained: "
         f"{loss} {measured}."
     )
-
-
-def learns_from_dense(recipe: Recipe) -> bool:
-    """Return whether the recipe's dense model is needed after it was pruned."""
-    return recipe.finetune is not None and recipe.finetune.teacher == "dense"
 
 
 def trained_weights(settings: Finetune, planned: Plan) -> int:
@@ -220,37 +214,24 @@ def _gb(size: int) -> str:
     return f"{size / 1e9:.3g} GB"
 
 
-def _teacher(settings: Finetune, state: RunState) -> Any | None:
-    """Return the model to train towards, if there is one."""
-    if isinstance(settings.teacher, ModelSource):
-        return open_model(find_checkpoint(settings.teacher), False, state.device).model
-    return state.dense() if settings.teacher == "dense" else None
-
-
-def _checkpoint(folder: Path, fingerprint: str) -> Path:
-    """Return the file for a training's checkpoint, and remove those of other trainings of the same pruned model."""
-    checkpoint = folder / f"finetune-{fingerprint}.safetensors"
-    for other in folder.glob("finetune-*.safetensors"):
-        if other != checkpoint:
-            other.unlink()
-    return checkpoint
-
-
-def _fingerprint(settings: Finetune, windows: torch.Tensor, teacher: Any | None, products: torch.dtype | None) -> str:
-    """Return a hash that distinguishes checkpoints of different trainings of the same pruned model.
+def _checkpoint(state: RunState, settings: Finetune, windows: torch.Tensor, teacher: Any | None) -> Path:
+    """Return the file for a training's checkpoint, and remove those of other trainings of the same pruned model.
 
     The dense model is the same for all of them, but another teacher may have changed where it is.
     """
     chosen = settings.model_dump_json(exclude={"dataset", "samples", "sequence_length", "bos"})
     taught = weights_fingerprint(InMemory(teacher)) if isinstance(settings.teacher, ModelSource) else ""
-    return hashlib.sha256(f"{chosen} {fingerprint(windows)} {taught} {products}".encode()).hexdigest()[:16]
+    name = hashlib.sha256(f"{chosen} {fingerprint(windows)} {taught} {state.products}".encode()).hexdigest()[:16]
+    checkpoint = state.store.blocks / f"finetune-{name}.safetensors"
+    for other in {*state.store.blocks.glob("finetune-*.safetensors")} - {checkpoint}:
+        other.unlink()
+    return checkpoint
 
 
 def _mistakes(loaded: LoadedRecipe, settings: Finetune, skeleton: Any) -> Iterator[CompressxError]:
     """Yield an error for fine-tuning without text or PEFT, and for one that the model does not support."""
-    recipe = loaded.recipe
     draw = settings.draw
-    if draw is None and recipe.calibration is None:
+    if draw is None and loaded.recipe.calibration is None:
         yield RecipeError(
             f"{loaded.where('finetune')}: no text to train on: the recipe has neither calibration nor "
             "finetune.dataset; add one, such as finetune.dataset: wikitext"
@@ -273,61 +254,35 @@ def _mistakes(loaded: LoadedRecipe, settings: Finetune, skeleton: Any) -> Iterat
         )
 
 
-def _check_teacher(source: ModelSource, tokens: int | None, skeleton: Any) -> None:
-    """Refuse a teacher whose predictions cannot be compared with the model's.
-
-    Raises:
-        CompressxError: no such model.
-        UnsupportedModelError: another vocabulary, or too few positions.
-    """
-    teacher = load_skeleton(find_checkpoint(source))
-    positions = getattr(text_config(teacher), "max_position_embeddings", None)
-    if tokens is not None and positions is not None and tokens > positions:
-        raise UnsupportedModelError(
-            f"the teacher has {positions} positions, and windows have {tokens} tokens; lower sequence_length, or "
-            "choose another teacher"
-        )
-    given, own = (text_config(model).vocab_size for model in (teacher, skeleton))
-    if given != own:
-        raise UnsupportedModelError(
-            f"the teacher has a vocabulary of {given} tokens and the model one of {own}; expected the same vocabulary"
-        )
+def _check_teacher(source: ModelSource, tokens: int, skeleton: Any) -> None:
+    """Refuse a teacher whose predictions cannot be compared with the model's."""
+    teacher, own = (text_config(model) for model in (load_skeleton(find_checkpoint(source)), skeleton))
+    told = ""
+    if tokens > (positions := getattr(teacher, "max_position_embeddings", None) or tokens):
+        told = f"{positions} positions, and windows have {tokens} tokens; lower sequence_length, or choose another"
+    elif teacher.vocab_size != own.vocab_size:
+        told = f"a vocabulary of {teacher.vocab_size} tokens and the model one of {own.vocab_size}; expected the same"
+    if told:
+        raise UnsupportedModelError(f"the teacher has {told}")
 
 
-def refuse_nothing_held_out(loaded: LoadedRecipe, processes: int) -> None:
-    """Refuse block reconstruction that would have to evaluate on its training text.
-
-    Raises:
-        RecipeError: a process would get one calibration batch or less.
-    """
-    calibration, settings = loaded.recipe.calibration, loaded.recipe.reconstruct_block
-    if calibration is None or settings is None or calibration.samples // processes > calibration.batch_size:
-        return
+def undivided(
+    loaded: LoadedRecipe, settings: ReconstructBlock, text: Calibration, processes: int
+) -> Iterator[RecipeError]:
+    """Yield an error where no batch is left to hold out, or a step is no whole number of each process's batches."""
     each = f" for each of {processes} processes" if processes > 1 else ""
-    raise RecipeError(
-        f"{loaded.where('reconstruct_block')}: no batch is left to hold out: {calibration.samples} calibration windows "
-        f"are one batch of {calibration.batch_size}{each}; expected calibration.samples of "
-        f"{(calibration.batch_size + 1) * processes} or more, or a smaller calibration.batch_size"
-    )
-
-
-def refuse_uneven_steps(loaded: LoadedRecipe, processes: int) -> None:
-    """Refuse steps that are not a whole number of calibration batches on each process."""
-    calibration, settings = loaded.recipe.calibration, loaded.recipe.reconstruct_block
-    if calibration is None or settings is None or settings.batch_size % (calibration.batch_size * processes) == 0:
-        return
-    where = f"{loaded.where('reconstruct_block', 'batch_size')}: a step of {settings.batch_size} windows"
-    if processes == 1:
-        raise RecipeError(
-            f"{where} is not a whole number of calibration batches; expected a multiple of calibration.batch_size "
-            f"({calibration.batch_size})"
+    if text.samples // processes <= text.batch_size:
+        yield RecipeError(
+            f"{loaded.where('reconstruct_block')}: no batch is left to hold out: {text.samples} calibration windows "
+            f"are one batch of {text.batch_size}{each}; expected calibration.samples of "
+            f"{(text.batch_size + 1) * processes} or more, or a smaller calibration.batch_size"
         )
-    smaller, rest = divmod(settings.batch_size, processes)
-    raise RecipeError(
-        f"{where} cannot be shared by {processes} processes in calibration batches of {calibration.batch_size}; "
-        f"expected a multiple of {calibration.batch_size * processes}"
-        + ("" if rest else f", or calibration.batch_size: {smaller}")
-    )
+    if settings.batch_size % (text.batch_size * processes):
+        yield RecipeError(
+            f"{loaded.where('reconstruct_block', 'batch_size')}: a step of {settings.batch_size} windows is no whole "
+            f"number of calibration batches of {text.batch_size}{each}; expected a multiple of "
+            f"{text.batch_size * processes}, or a smaller calibration.batch_size"
+        )
 
 
 def _check_adapters(loaded: LoadedRecipe, settings: Finetune, skeleton: Any, planned: Sequence[str]) -> None:

@@ -181,22 +181,6 @@ def test_the_last_quarter_of_the_windows_is_held_out(samples: int, seen: int, he
     assert all(len(batch) <= len(BATCHES[0]) for batch in (*learnt_from, *measured_on))
 
 
-def test_a_window_that_pruners_see_is_not_measured_on() -> None:
-    with pytest.raises(CalibrationError, match="windows that pruners do not see; expected at least 2"):
-        allocators._parts([BATCHES[0][:1]], 24)
-
-
-def test_units_are_the_linears_of_one_rule_in_one_block() -> None:
-    planned = mixed(tiny_model("llama"))
-    assert [(u.block, u.label, u.weights) for u in units_of(planned, "rule")] == [
-        (f"model.layers.{i}", *values)
-        for i in range(3)
-        for values in (("attnprune", 96 * 64), ("sparsegpt", 96 * 64 + 3 * 96 * 64))
-    ]
-    got = measured(tiny_model("llama"), planned, 0.5, 0.7, kind="rule")
-    assert len({m.divergences for m in got}) == len(got) == 6
-
-
 def assert_divergences_of_blocks_pruned_alone(got: list[UnitCurve], planned: Plan, fisher: Any = None) -> None:
     """Compare with what `prune_model` leaves, asked to prune one block alone to the same sparsity."""
     for index, unit in enumerate(got):

@@ -59,9 +59,8 @@ def divergence(dense: Path, pruned: str, windows: torch.Tensor) -> float:
 # --- what a run does
 
 
-@pytest.mark.parametrize("pruner", ["wanda", "magnitude"])
-def test_survivors_are_trained_and_the_zeros_stay(model, pruner):
-    asked = recipe(model, pruner=pruner, evaluated=False)
+def test_survivors_are_trained_and_the_zeros_stay(model):
+    asked = recipe(model, evaluated=False)
     run({**asked, "finetune": None, "output": "pruned"})
     report = run(asked)
     before, after, masks = weights("pruned/model"), weights("out/model"), MaskSet.load("out/masks.safetensors")
@@ -96,18 +95,6 @@ def test_what_is_measured_before_and_after_stands_side_by_side_with_the_losses_a
     assert report.figures[0]["file"] == "plots/finetune.svg"
     drawing = Path("out/plots/finetune.svg").read_text()
     assert all(f">{line}<" in drawing for line in ("of each step's batch", "held out"))
-
-
-def test_progress_tells_of_every_step_with_its_loss_and_the_saved_model_is_the_one_that_was_measured(model):
-    report, told = told_by(recipe(model))
-    stages = list(dict.fromkeys(stage for stage, *_ in told))
-    assert stages == ["load", "calibrate", "evaluate dense", "prune", "save", "evaluate pruned", "finetune",
-                      "evaluate finetuned"]  # fmt: skip
-    expected = [(0, 6, ""), *((i + 1, 6, f"loss {x:.4g}") for i, x in enumerate(report.finetune.losses))]
-    assert [tuple(rest) for stage, *rest in told if stage == "finetune"] == expected
-    nothing = {"targets": ["*.q_proj"], "pruner": "magnitude", "sparsity": 0.0}
-    asked = {**recipe(model), "model": {"path": "out/model"}, "prune": [nothing], "finetune": None, "output": "again"}
-    assert run(asked).evaluation["dense"] == report.evaluation["finetuned"]
 
 
 def test_the_first_loss_is_the_divergence_from_the_dense_model_computed_by_hand(model):
@@ -149,7 +136,7 @@ def test_what_cannot_be_trained_or_taught_is_refused_by_a_plan(model, tmp_path, 
     plain = {"gradient_checkpointing": False}
     for tuning, error, told in (
         (plain | {"teacher": {"path": str(tmp_path / "smaller")}}, UnsupportedModelError,
-         r"teacher.* vocabulary of 64 tokens and the model one of \d+"),
+         r"the teacher has a vocabulary of 64 tokens and the model one of \d+"),
         (plain | {"teacher": {"path": str(tmp_path / "shorter")}}, UnsupportedModelError,
          "the teacher has 16 positions, and windows have 32 tokens; lower"),
         (plain | {"teacher": {"path": "nowhere"}}, ArtifactError, "finetune.*nowhere"),
@@ -257,13 +244,3 @@ def test_fine_tuning_begins_anew_if_the_teacher_has_changed_where_it_is(model, t
     changed.save_pretrained(teacher)
     _, told = told_by(asked, resume=True)
     assert steps(told) == [*range(7)]
-
-
-def test_a_damaged_checkpoint_is_named_and_not_gone_on_with(model):
-    asked = recipe(model)
-    (file,) = stopped_at(asked, "finetune", 4).glob("blocks/finetune-*.safetensors")
-    whole = file.read_bytes()
-    for cut in (1, 1000):
-        file.write_bytes(whole[:-cut])
-        with pytest.raises(ArtifactError, match=r"finetune-\w+\.safetensors"):
-            run(asked, resume=True)

@@ -127,14 +127,6 @@ def test_an_output_folder_that_holds_the_like_file_is_not_replaced(dense: Path):
         plan(recipe(other, export=[{"format": "gguf", "options": {"like": str(like)}}]))
 
 
-def test_only_a_run_that_leaves_a_model_of_full_size_and_no_smaller_file_says_so(dense: Path):
-    said = {}
-    for i, formats in enumerate((["gguf"], ["safetensors", "gguf"], ["safetensors"])):
-        Path("r.yaml").write_text(dump_yaml(recipe(dense, export=formats, evaluate=None, output=f"out{i}")))
-        said[i] = printed("run", "r.yaml")
-    assert ["files are as large as the dense model's" in said[i] for i in said] == [False, False, True]
-
-
 def test_fewer_heads_of_an_architecture_that_cannot_have_them_are_refused(dense: Path, tmp_path: Path):
     folder, model = save_tiny_model(tmp_path / "model", "llama"), tiny_of("starcoder2")
     Path("text.txt").write_text(tiny_text())

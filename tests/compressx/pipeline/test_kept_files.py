@@ -137,13 +137,6 @@ def test_a_model_with_python_code_of_its_own_keeps_it_in_memory_streamed_and_shr
             assert Path(folder, "model", code.name).read_text() == code.read_text()
 
 
-def test_where_nothing_is_left_out_the_log_does_not_speak_of_it(models: Any) -> None:
-    both(models("llama"))
-    (said,) = [x for x in Path("out-False/run.log").read_text().splitlines() if "INFO model:" in x]
-    copied = "'generation_config.json', 'tokenizer.json', 'tokenizer_config.json'"
-    assert f"copied {copied} of {models('llama')}" in said
-
-
 def test_links_lead_to_the_blobs_of_the_hub_and_nowhere_else_out_of_the_folder(project: Path) -> None:
     """Not even to blobs from a folder of one's own; and nothing beside a GGUF file is copied."""
     source, kept = project / "models--a--b/snapshots/abc", project / "kept"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from contextlib import nullcontext
 from functools import partial
@@ -19,7 +20,7 @@ from compressx.plugins.manager import load_plugins
 from compressx.recipe.schema import load_recipe
 from compressx.runtime.errors import CalibrationError, RecipeError
 from compressx.runtime.ranks import Ranks
-from compressx.training.stage import refuse_nothing_held_out, refuse_uneven_steps
+from compressx.training.stage import undivided
 
 OPEN = {"targets": ["*"], "pruner": "wanda"}
 RULES = {
@@ -108,16 +109,15 @@ def test_two_processes_train_blocks_on_both_their_texts_and_end_with_one_model(m
 
 def test_a_training_step_that_processes_cannot_share_or_without_anything_to_hold_out_is_refused(model, tmp_path):
     loaded = load_recipe(write_recipe(model, RULES["wanda"], tmp_path, reconstruct_block={"batch_size": 6}))
-    for processes in (1, 3):
-        refuse_uneven_steps(loaded, processes)
-    for processes, expected in ((2, "a multiple of 4, or calibration.batch_size: 3"), (4, "a multiple of 8")):
-        told = f"a step of 6 windows cannot be shared by {processes} processes in calibration batches of 2; "
-        with pytest.raises(RecipeError, match=f"{told}expected {expected}$"):
-            refuse_uneven_steps(loaded, processes)
-    refuse_nothing_held_out(loaded, 2)  # 8 windows in batches of 2
-    told = r"are one batch of 2 for each of 4 processes; expected.*calibration\.samples of 12 or more, or a smaller"
-    with pytest.raises(RecipeError, match=told):
-        refuse_nothing_held_out(loaded, 4)
+    settings, text = loaded.recipe.reconstruct_block, loaded.recipe.calibration  # 8 windows in batches of 2
+    assert settings is not None
+    assert text is not None
+    uneven = "a step of 6 windows is no whole number of calibration batches of 2 for each of {0} processes; .* {1}, or"
+    none_left = r"are one batch of 2 for each of 4 processes; expected.*calibration\.samples of 12 or more, or a"
+    for processes, expected in ((1, []), (2, [uneven.format(2, 4)]), (4, [none_left, uneven.format(4, 8)])):
+        found = [str(error) for error in undivided(loaded, settings, text, processes)]
+        assert len(found) == len(expected)
+        assert all(re.search(told, error) for told, error in zip(expected, found, strict=True))
     few = load_recipe(tmp_path / "recipe.yaml", ["calibration.samples=2"])
     told = r"recipe\.yaml:\d+:\d+: no batch is left to hold out: 2 calibration windows are"
     with pytest.raises(RecipeError, match=told):
