@@ -39,7 +39,7 @@ from compressx.api.record import (
     RunReport,
     UnitReport,
 )
-from compressx.pipeline.sweep import grid
+from compressx.pipeline.sweep import runs_of
 from compressx.plugins.discovery import LoadTable, PluginTable
 from compressx.plugins.manager import load_plugins
 from compressx.recipe.schema import Recipe, load_recipe
@@ -598,7 +598,7 @@ def _check(words: Command, patch: pytest.MonkeyPatch, *, whole: bool) -> None:
     recipe = seen.get("recipe")
     path = next((p for p in (Path(recipe or ""), _ROOT / (recipe or "")) if p.is_file()), None)
     if path is not None and seen.get("axes"):
-        grid(path, seen["axes"], seen["overrides"], None, load_plugins())
+        runs_of(path, seen["axes"], seen["overrides"], None, load_plugins())
     elif path is not None and "masks" not in seen:  # that of `eval` is overridden otherwise
         load_recipe(path, seen["overrides"])
 

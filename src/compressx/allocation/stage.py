@@ -76,9 +76,7 @@ class Allocate(Stage):
         if chosen.parameters is not None:
             dense, left = chosen.parameters
             note += f" Of {dense} parameters {left} are left, {left / dense:.2%}"
-            files = [f"; {x['format']} has {x['bytes']} bytes" for x in report.exports]
-            asked = [f"; asked for: {name} {x:.10g} at most" for name, x in chosen.budget.items()]
-            note += "".join([*files, *asked]) + "."
+            note += "".join(f"; asked for: {name} {x:.10g} at most" for name, x in chosen.budget.items()) + "."
         if any(unit.divergence is not None for unit in chosen.units):
             note += (
                 " The divergence is that of the model's predictions from the dense model's when these linears alone "

@@ -153,15 +153,15 @@ def sweep_command(
 ) -> None:  # fmt: skip
     """Run RECIPE for every combination of values, then compare; a second call continues where the first stopped."""
     from compressx.cli import terminal
-    from compressx.pipeline.sweep import check, grid
+    from compressx.pipeline.sweep import check_runs, runs_of
     from compressx.report.compare import side_by_side
     from compressx.report.section import counted
     from compressx.runtime.errors import noted
 
     plugins = host.plugins()
-    cells = grid(recipe, axes, overrides, output, plugins)
+    cells = runs_of(recipe, axes, overrides, output, plugins)
     quiet = quiet or not is_first()
-    check(cells, plugins)  # all of them, before the first run
+    check_runs(cells, plugins)  # all of them, before the first run
     done: list[Path] = []
     for number, cell in enumerate(cells, start=1):
         with terminal.progress(quiet=quiet) as tell, noted(lambda: counted(done, "finished run") if done else ""):

@@ -1,4 +1,4 @@
-"""The first stage: text is read, the model is opened, and what decides the result is recorded."""
+"""The first stage: text is read, the model is open_model_of, and what decides the result is recorded."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Inputs(Stage):
         state.store = Journal(state.folder, state.inputs, state.ranks, state.timing)
 
 
-def opened(state: RunState) -> Access:
+def open_model_of(state: RunState) -> Access:
     """Open the model of the recipe, and name what nothing reads of its files."""
     assert state.checkpoint is not None  # noqa: S101 - found by the checks
     with state.loaded.at("model"):
@@ -215,6 +215,13 @@ def _window_mistakes(loaded: LoadedRecipe) -> Iterator[RecipeError]:
                     f"{loaded.where(*place, 'generate')}: {share} windows are drawn from {source.generate.samples} "
                     f"generated sequences; expected generate.samples of {share} or more"
                 )
+
+
+def could_be_streamed(state: RunState) -> bool:
+    """Return whether the weights are in memory, and could stay on disk."""
+    recipe, checkpoint = state.recipe, state.checkpoint
+    in_memory = checkpoint is None or checkpoint.single_file is not None or recipe.finetune or recipe.base_keeps
+    return not in_memory and recipe.model.streaming is not True
 
 
 def _refuse_streamed(loaded: LoadedRecipe) -> None:

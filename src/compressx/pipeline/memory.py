@@ -30,14 +30,13 @@ from compressx.pipeline.sizes import memory_advised
 from compressx.pipeline.stages import prepare, walk
 from compressx.plugins.manager import Plugins, load_plugins
 from compressx.recipe.schema import recipe_in_memory
-from compressx.runtime.code import __version__, library_versions
 from compressx.runtime.errors import ArtifactError, CalibrationError, CompressxError, UnsupportedModelError
-from compressx.runtime.machine import machine
 from compressx.runtime.modes import deterministic, reuse_freed_memory, torchs_own_modes
 from compressx.runtime.timing import forget_peaks
 from compressx.stages.log import run_log
 from compressx.stages.state import Progress, RunState
 from compressx.stages.store import InMemoryStore
+from compressx.training.stage import learns_from_dense
 
 _DENSE_STAGES = ("load", "calibrate", "evaluate dense", "allocate")
 """The stages that leave the model's weights as they were."""
@@ -103,7 +102,7 @@ def prune(
         loaded = with_evaluators(recipe_in_memory(path, name, _decided(calibration), overrides), plugins)
         state = RunState(loaded, plugins, InMemory(model).device, log=log, progress=progress)
         state.skeleton, state.tokenizer = model, _check_tokenizer(tokenizer)
-        log.header(machine(state.device), {"compressx": __version__, **library_versions()})
+        log.header(state.device)
         forget_peaks()
         # Compiled modules call no hooks. Where torch's compiler is not imported, which takes seconds, there are none.
         eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()
@@ -112,7 +111,6 @@ def prune(
             work = deepcopy(model) if copy else model
             with evaluation_mode(model), evaluation_mode(work):
                 prepare(state)
-                log.write(logging.WARNING, state.plan.warning)
                 _take_text(state, calibration)
                 changes_named = contextlib.nullcontext() if copy else _changes_named(state)
                 fixed = deterministic(loaded.recipe.deterministic, state.device)
@@ -122,8 +120,7 @@ def prune(
 
 def _pruned(state: RunState, model: Any, work: Any) -> PrunedModel:
     """Go through the stages of a run, with `work`: the dense model or a copy of it."""
-    taught = state.recipe.finetune is not None and state.recipe.finetune.teacher == "dense"
-    dense = deepcopy(model) if taught and work is model else model
+    dense = deepcopy(model) if learns_from_dense(state.recipe) and work is model else model
     state.open, state.dense = lambda: InMemory(work), lambda: dense
     walk(state)
     masks = state.store.masks()

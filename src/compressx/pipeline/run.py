@@ -19,7 +19,7 @@ from compressx.models.access import Device, device_for
 from compressx.models.export import check_unfinished, forget_blocks, output_folder, unfinished
 from compressx.models.streaming import open_model
 from compressx.pipeline.card import card
-from compressx.pipeline.inputs import opened
+from compressx.pipeline.inputs import open_model_of
 from compressx.pipeline.saving import earlier_run, export_all, is_finished
 from compressx.pipeline.sizes import memory_advised
 from compressx.pipeline.stages import prepare, sections, walk
@@ -119,7 +119,7 @@ def run(
         joined_ranks(where := device_for(device)) as ranks,
         run_log(first=ranks.first) as log,
     ):
-        log.header(machine(where), {"compressx": __version__, **library_versions()})
+        log.header(where)
         plugins = plugins or load_plugins()
         state = RunState(
             loaded_recipe(recipe, overrides, plugins), plugins, where, ranks, log, timing,
@@ -163,10 +163,9 @@ def _run(state: RunState, *, resume: bool, restart: bool) -> RunReport | None:
     prepare(state)
     if state.first and (earlier := earlier_run(state.loaded)):
         state.note(f"replaces {earlier}")
-    state.log.write(logging.WARNING, state.plan.warning)
     checkpoint = state.checkpoint
     assert checkpoint is not None  # noqa: S101 - found by the checks
-    state.open = functools.cache(lambda: opened(state))
+    state.open = functools.cache(lambda: open_model_of(state))
     state.dense = lambda: open_model(checkpoint, False, state.device).model
     options = {"resume": resume, "restart": restart, "replace": state.replace}
     with _folder(state, output, options) as state.folder:

@@ -17,18 +17,18 @@ from compressx.api.pruner import Block, statistic_of
 from compressx.models.architecture import find_blocks, survey, text_config
 from compressx.models.export import room_for
 from compressx.models.streaming import is_larger_than_memory
+from compressx.pipeline.inputs import could_be_streamed
 from compressx.planning.plan import Plan
 from compressx.runtime.errors import ArtifactError, OutOfMemoryError, memory_named
 from compressx.stages.state import RunState
-from compressx.training.stage import CHECKPOINT, trained_weights
+from compressx.training.stage import LESS_MEMORY, checkpoint_bytes
 
 _OF_CALIBRATION = "lower calibration.batch_size, samples or sequence_length, or set calibration.memory_limit: 4GB"
 _OF_EVALUATION = "lower batch_size or sequence_length of the evaluator"
 _LESS = {
     **dict.fromkeys(("calibrate", "allocate", "prune"), _OF_CALIBRATION),
     **dict.fromkeys(("evaluate dense", "evaluate pruned", "evaluate finetuned"), _OF_EVALUATION),
-    "finetune": "lower finetune.batch_size or sequence_length, or set finetune.lora: {rank: 16}, "
-    "finetune.gradient_checkpointing: true or finetune.teacher: none",
+    **LESS_MEMORY,
 }
 """What takes less memory, by the stage in which it ran out."""
 
@@ -77,7 +77,7 @@ def disk_bytes(state: RunState, plan: Plan) -> dict[str, int]:
     if recipe.calibration is not None and plan.needs_calibration:
         once = state.hidden_bytes(plan.streams * recipe.calibration.samples)
         states = once * (3 if state.in_files(once) else 2)
-    tuned = 0 if recipe.finetune is None else CHECKPOINT * trained_weights(recipe.finetune, plan)
+    tuned = checkpoint_bytes(recipe, plan)
     label = "one checkpoint with the model" if tuned else "the model"
     in_turn = {"hidden states": states, "two checkpoints of fine-tuning": 2 * tuned, label: tuned + whole}
     most = max(in_turn, key=in_turn.__getitem__)
@@ -115,9 +115,9 @@ def memory_advised(state: RunState) -> Iterator[None]:
         with memory_named("an array"):
             yield
     except OutOfMemoryError as error:
-        name, checkpoint, recipe = state.timing.stage, state.checkpoint, state.recipe
+        name = state.timing.stage
         advice = [_LESS[name]] if name in _LESS else []
-        if checkpoint is not None and not (recipe.finetune or recipe.model.streaming is True or checkpoint.single_file):
+        if could_be_streamed(state):
             advice.append("set model.streaming: true")
         what = ", or ".join(advice) or "free some memory, or use a machine with more"
         raise OutOfMemoryError(f"{name}: {error}; {what}") from error

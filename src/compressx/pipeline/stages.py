@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 from compressx.allocation.stage import Allocate, within_budget
 from compressx.api.record import RunReport
 from compressx.blocks.difference import OpenBase, TakeFromBase
@@ -52,6 +54,7 @@ def prepare(state: RunState) -> None:
     mistakes.raise_all()
     assert plan is not None  # noqa: S101 - otherwise there is a mistake
     state.plan = plan
+    state.log.write(logging.WARNING, plan.warning)
 
 
 def _find_model(state: RunState, mistakes: Mistakes) -> None:

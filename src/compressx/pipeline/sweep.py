@@ -65,7 +65,7 @@ class SweepRun:
         return True
 
 
-def grid(
+def runs_of(
     recipe: Path, axes: Sequence[str], overrides: Sequence[str], output: Path | None, plugins: Plugins
 ) -> list[SweepRun]:
     """Make a recipe for every combination of values; the last axis varies fastest.
@@ -101,7 +101,7 @@ def grid(
     return cells
 
 
-def check(cells: Iterable[SweepRun], plugins: Plugins) -> None:
+def check_runs(cells: Iterable[SweepRun], plugins: Plugins) -> None:
     """Check every combination, including the amount of text, before weights are loaded.
 
     Raises:

@@ -17,7 +17,7 @@ import torch
 from compressx.blocks.prune import prune_model
 from compressx.blocks.stage import Prune
 from compressx.models.shards import OUTSIDE
-from compressx.pipeline.inputs import opened
+from compressx.pipeline.inputs import open_model_of
 from compressx.pipeline.sizes import memory_advised
 from compressx.pipeline.stages import STAGES
 from compressx.planning.plan import Plan
@@ -95,7 +95,7 @@ def time_run(state: RunState, progress: Progress | None = None) -> RunTime:
         state.plan, state.store, state.open = (
             _without_depth(asked),
             InMemoryStore(Path(folder)),
-            cache(lambda: opened(state)),
+            cache(lambda: open_model_of(state)),
         )
         with deterministic(recipe.deterministic, state.device), memory_advised(state):
             for stage in takewhile(lambda stage: not isinstance(stage, Prune), STAGES):

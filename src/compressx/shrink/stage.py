@@ -33,7 +33,7 @@ _TOKENS = 64
 """Tokens of each of two random sequences on which the models are compared."""
 
 TOLERANCE = 1e-3
-"""What `difference` may be at most. In float32 rounding gives about 1e-5; a unit in a wrong place gives about 1."""
+"""Of `largest_difference`. In float32 rounding gives about 1e-5, a unit in a wrong place about 1."""
 
 
 class Shrink(Stage):
@@ -136,7 +136,7 @@ def _compare(access: Access, made: Smaller, checkpoint: Checkpoint) -> tuple[Acc
         saved = open_streamed(checkpoint, access.device)
     else:
         saved = InMemory(load_model(checkpoint).to(access.device))
-    differs = difference(access, saved, made, tokens)
+    differs = largest_difference(access, saved, made, tokens)
     if not differs <= TOLERANCE:
         shutil.rmtree(checkpoint.location)
         raise UnsupportedModelError(
@@ -185,7 +185,7 @@ def _save_streamed(access: StreamedModel, made: Smaller, small: Any, tokenizer: 
 
 
 @torch.no_grad()
-def difference(pruned: Access, smaller: Access, made: Smaller, tokens: Tensor) -> float:
+def largest_difference(pruned: Access, smaller: Access, made: Smaller, tokens: Tensor) -> float:
     """Return how far two models are apart, each part of them computing on the same input.
 
     Whole models of 16 bits cannot be compared: products of fewer numbers are added up in another order, and the last

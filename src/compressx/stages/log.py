@@ -17,10 +17,13 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import torch
+
 from compressx.api.record import BlockReport, RunReport
+from compressx.runtime.code import __version__, library_versions
 from compressx.runtime.errors import CompressxError, printable
 from compressx.runtime.files import os_errors_named
-from compressx.runtime.machine import command
+from compressx.runtime.machine import command, machine
 from compressx.runtime.timing import peak_gpu_bytes, peak_resident_bytes
 
 LOG = logging.getLogger("compressx")
@@ -83,10 +86,11 @@ class RunLog(logging.Handler):
         self.file = None
         super().close()
 
-    def header(self, machine: str, versions: Mapping[str, str]) -> None:
+    def header(self, device: torch.device) -> None:
         """Write what is run, on what, and with what."""
+        versions = {"compressx": __version__, **library_versions()}
         self.write(logging.INFO, f"command: {command()}")
-        self.write(logging.INFO, f"machine: {machine}")
+        self.write(logging.INFO, f"machine: {machine(device)}")
         self.write(logging.INFO, "versions: " + ", ".join(f"{name} {version}" for name, version in versions.items()))
 
     def step(self, stage: str, done: int, total: int, note: str = "") -> None:

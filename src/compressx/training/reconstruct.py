@@ -21,7 +21,7 @@ from compressx.masks.maskset import MaskEntry, MaskSet
 from compressx.numerics.output_error import channel_weights, relative_errors
 from compressx.recipe.sections import ReconstructBlock
 from compressx.runtime.ranks import ALONE, Ranks
-from compressx.training.trainable import sizes, trainable
+from compressx.training.trainable import rms_of, trainable
 
 _BETAS = (0.9, 0.95)
 """Adam's. A pass has a few dozen steps, too few for the usual second value of 0.999."""
@@ -110,7 +110,7 @@ class _Trained:
         steps = per_pass * settings.passes
         groups = [
             {"params": [p], "lr": settings.learning_rate * size}
-            for p, size in zip(self.parameters, sizes(self.parameters), strict=True)
+            for p, size in zip(self.parameters, rms_of(self.parameters), strict=True)
         ]
         optimizer = torch.optim.Adam(groups, betas=_BETAS)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step / steps))

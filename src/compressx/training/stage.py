@@ -23,7 +23,7 @@ from compressx.models.streaming import free_memory, open_model
 from compressx.planning.plan import Plan
 from compressx.planning.targets import matching_planned
 from compressx.recipe.rules import matches
-from compressx.recipe.schema import LoadedRecipe
+from compressx.recipe.schema import LoadedRecipe, Recipe
 from compressx.recipe.sections import Calibration, Finetune, ReconstructBlock
 from compressx.recipe.sources import ModelSource
 from compressx.report.section import Column, Section, counted, number_of, table
@@ -36,8 +36,11 @@ _SECONDS = Column("seconds", ".1f")
 _WIDE = 4
 """Bytes of a float32: weights are trained in it, whatever their dtype."""
 
-CHECKPOINT = 4 * _WIDE
-"""Bytes of a trained weight in a checkpoint: its value, two moments and its best value."""
+LESS_MEMORY = {
+    "finetune": "lower finetune.batch_size or sequence_length, or set finetune.lora: {rank: 16}, "
+    "finetune.gradient_checkpointing: true or finetune.teacher: none"
+}
+"""What takes less memory, by the name of the stage."""
 
 
 class BlockReconstruction(Stage):
@@ -161,7 +164,17 @@ def _summary(tuned: FinetuneReport) -> str:
     )
 
 
-def trained_weights(settings: Finetune, planned: Plan) -> int:
+def learns_from_dense(recipe: Recipe) -> bool:
+    """Return whether the recipe's dense model is needed after it was pruned."""
+    return recipe.finetune is not None and recipe.finetune.teacher == "dense"
+
+
+def checkpoint_bytes(recipe: Recipe, planned: Plan) -> int:
+    """Return the size of a checkpoint of fine-tuning: values, two moments and the best values; 0 without."""
+    return 0 if recipe.finetune is None else 4 * _WIDE * _trained_weights(recipe.finetune, planned)
+
+
+def _trained_weights(settings: Finetune, planned: Plan) -> int:
     """Count the weights that fine-tuning trains, dropped ones included; without gains of norms and biases."""
     if settings.lora is None:
         return sum(x.weights for x in planned.linears)
@@ -173,7 +186,7 @@ def finetuning_bytes(state: RunState, settings: Finetune, planned: Plan) -> dict
     """Return the bytes that fine-tuning takes at the same time, by part; a lower bound, without most activations."""
     own, itemsize, text = _count(state.skeleton), state.dtype.itemsize, settings.draw or state.recipe.calibration
     samples, length = (0, 0) if text is None else (text.samples, text.sequence_length)
-    trained, learns = trained_weights(settings, planned), settings.teacher != "none"
+    trained, learns = _trained_weights(settings, planned), settings.teacher != "none"
     teacher = state.skeleton
     if isinstance(settings.teacher, ModelSource):
         teacher = load_skeleton(find_checkpoint(settings.teacher))

@@ -183,7 +183,7 @@ def _biases(part: nn.Module, model: nn.Module, masks: MaskSet) -> set[nn.Paramet
     return {p for owner in owners for name, p in owner.named_parameters(recurse=False) if "bias" in name}
 
 
-def sizes(parameters: Collection[nn.Parameter]) -> list[float]:
+def rms_of(parameters: Collection[nn.Parameter]) -> list[float]:
     """Return the RMS of each parameter's non-zero entries; for an all-zero one, the mean over the others.
 
     Adam's steps are of the learning rate's size whatever the weights are. As a fraction of these sizes one rate suits
@@ -201,7 +201,7 @@ def scales(trained: Mapping[str, nn.Parameter]) -> list[float]:
     An adapter has none, because it begins at zero: its rate is Adam's own. What is trained beside it has its size, or
     Adam's own rate, too, if all of that is zero.
     """
-    found = iter(sizes([parameter for name, parameter in trained.items() if _ADAPTER not in name]))
+    found = iter(rms_of([parameter for name, parameter in trained.items() if _ADAPTER not in name]))
     return [1.0 if _ADAPTER in name else next(found) or 1.0 for name in trained]
 
 

@@ -22,7 +22,7 @@ from compressx.evaluation.saved import evaluate_saved
 from compressx.masks.maskset import MaskSet
 from compressx.models import streaming
 from compressx.pipeline.run import plan, run
-from compressx.pipeline.sweep import check, grid
+from compressx.pipeline.sweep import check_runs, runs_of
 from compressx.plugins.manager import load_plugins
 from compressx.prompts.answer import answer_saved
 from compressx.recipe.sources import ModelSource
@@ -229,12 +229,12 @@ class TestGenerated:
 
     def test_a_sweep_counts_it_without_a_model(self, model, unloaded) -> None:
         Path("recipe.yaml").write_text(json.dumps(with_text(model, self.GENERATE)))
-        check(grid(Path("recipe.yaml"), ["prune.0.sparsity=0.4,0.5"], (), None, plugins()), load_plugins())
+        check_runs(runs_of(Path("recipe.yaml"), ["prune.0.sparsity=0.4,0.5"], (), None, plugins()), load_plugins())
 
     def test_an_error_of_one_run_of_a_sweep_names_its_values(self, model, monkeypatch) -> None:
         Path("recipe.yaml").write_text(json.dumps(recipe(model)))
         monkeypatch.setattr("compressx.pipeline.sweep.run", Mock(side_effect=CalibrationError("no statistic")))
-        (_, second) = grid(Path("recipe.yaml"), ["prune.0.sparsity=0.4,0.5"], (), None, plugins())
+        (_, second) = runs_of(Path("recipe.yaml"), ["prune.0.sparsity=0.4,0.5"], (), None, plugins())
         with pytest.raises(CalibrationError, match=r"^prune\.0\.sparsity=0\.5: no statistic$"):
             second.run(load_plugins())
 

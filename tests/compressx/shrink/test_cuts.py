@@ -19,7 +19,7 @@ from compressx.models.architecture import survey, text_config
 from compressx.models.units import find_units, leave_out
 from compressx.runtime.errors import UnsupportedModelError
 from compressx.shrink.cuts import RemainingUnits, renumber, smaller
-from compressx.shrink.stage import TOLERANCE, difference, save_shrunk
+from compressx.shrink.stage import TOLERANCE, largest_difference, save_shrunk
 from compressx.testing.models import TINY_CONFIGS, save_tiny_model, tiny_model, tiny_tokens
 
 FIXED = "has no number for its 256 neurons"
@@ -228,7 +228,7 @@ def test_weights_keep_their_dtype_and_rounding_is_tolerated(dtype, tmp_path):
     kept = [*dropped(model, "neurons", 0.25), *dropped(model, "kv-groups", 0.5)]
     small = saved(model, kept, tmp_path / "small")
     assert small.dtype == dtype
-    assert difference(InMemory(model), InMemory(small), smaller(model, kept), tiny_tokens()) < TOLERANCE / 100
+    assert largest_difference(InMemory(model), InMemory(small), smaller(model, kept), tiny_tokens()) < TOLERANCE / 100
 
 
 @pytest.mark.parametrize("part", ["model.embed_tokens", "model.layers.1.mlp.up_proj", "model.norm"])
@@ -238,7 +238,9 @@ def test_the_difference_is_the_largest_of_all_parts_relative_to_what_each_comput
     kept = dropped(model, "kv-groups", 0.5)
     small = saved(model, kept, tmp_path)
     small.get_submodule(part).weight.data *= 1.5
-    assert difference(InMemory(model), InMemory(small), smaller(model, kept), tiny_tokens()) == pytest.approx(0.5)
+    assert largest_difference(InMemory(model), InMemory(small), smaller(model, kept), tiny_tokens()) == pytest.approx(
+        0.5
+    )
 
 
 @pytest.mark.parametrize("part", ["model.layers.1.mlp.up_proj", "lm_head"])
@@ -247,19 +249,19 @@ def test_a_part_that_computes_no_number_is_a_difference(part, tmp_path):
     kept = dropped(model, "neurons", 0.25)
     small = saved(model, kept, tmp_path)
     small.get_submodule(part).weight.data[0, 0] = torch.nan
-    assert math.isnan(difference(InMemory(model), InMemory(small), smaller(model, kept), tiny_tokens()))
+    assert math.isnan(largest_difference(InMemory(model), InMemory(small), smaller(model, kept), tiny_tokens()))
 
 
 def test_a_dropped_block_that_still_adds_something_is_a_difference(tmp_path):
     model = tiny_model("llama")
     gone = without_output(model, 1)
     small = saved(model, [], tmp_path, gone)
-    assert difference(InMemory(model), InMemory(small), smaller(model, [], gone), tiny_tokens()) < 1e-6
+    assert largest_difference(InMemory(model), InMemory(small), smaller(model, [], gone), tiny_tokens()) < 1e-6
     with torch.no_grad():
         model.model.layers[1].mlp.down_proj.weight.normal_(std=1e9)
         for linear in (model.model.layers[1].mlp.gate_proj, model.model.layers[1].mlp.up_proj):
             linear.weight.normal_()
-    assert difference(InMemory(model), InMemory(small), smaller(model, [], gone), tiny_tokens()) > 1
+    assert largest_difference(InMemory(model), InMemory(small), smaller(model, [], gone), tiny_tokens()) > 1
 
 
 def test_blocks_that_differ_are_refused_with_both_numbers():
