@@ -27,7 +27,7 @@ _SMALLEST = 1e-15  # replaces an error of zero, which has no logarithm
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class UnitPart:
     """Linears that share one pattern: a single one, or all of a rule that needs one pattern for them.
 
     Attributes:
@@ -91,12 +91,12 @@ class Unit:
         return ", ".join(dict.fromkeys(x.rule.label for x in self.linears))
 
     @cached_property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[UnitPart, ...]:
         """The linears grouped by pattern, the coarsest steps first."""
         members: dict[object, list[PlannedLinear]] = defaultdict(list)
         for linear in self.linears:
             members[linear.rule if _tied(linear) else linear.name].append(linear)
-        return tuple(sorted((Part(tuple(m)) for m in members.values()), key=lambda part: -part.step))
+        return tuple(sorted((UnitPart(tuple(m)) for m in members.values()), key=lambda part: -part.step))
 
     def most(self) -> int:
         """Return the largest number of zeros of the unit."""
@@ -172,7 +172,7 @@ def spread(
     """
     # Groups with the finest steps come last, to absorb the remainder of the others.
     groups = sorted(_sharing(units), key=_finest, reverse=True)
-    spreading: list[tuple[list[Part], list[int]]] = []
+    spreading: list[tuple[list[UnitPart], list[int]]] = []
     left = 0
     for group, zeros in zip(groups, shares([sum(u.weights for u in g) for g in groups], target), strict=True):
         allotted = [zeros] if len(group) == 1 else choose(group, zeros)
@@ -189,7 +189,7 @@ def spread(
     return patterns
 
 
-def _in_steps_of(parts: Sequence[Part], zeros: int) -> int:
+def _in_steps_of(parts: Sequence[UnitPart], zeros: int) -> int:
     """Round zeros to what units of one step can have: half a step more would be taken where it is not the cheapest."""
     step, *others = {part.step if isinstance(part.pattern, Structured) else 0 for part in parts}
     return zeros if others or not step else round(zeros / step) * step
@@ -205,7 +205,7 @@ def _within(unit: Unit, zeros: int) -> list[int]:
     return fitted(shares(weights, zeros / unit.weights), [part.most() for part in unit.parts], zeros)
 
 
-def _whole(parts: Sequence[Part], wanted: Sequence[int], total: int) -> list[int]:
+def _whole(parts: Sequence[UnitPart], wanted: Sequence[int], total: int) -> list[int]:
     """Round counts of zeros to the steps of their parts, the coarsest first; the others share the remainder."""
     counts = dict(enumerate(wanted))
     most = [part.most() for part in parts]
@@ -220,7 +220,7 @@ def _whole(parts: Sequence[Part], wanted: Sequence[int], total: int) -> list[int
     return list(counts.values())
 
 
-def _level(part: Part) -> int:
+def _level(part: UnitPart) -> int:
     return 0 if isinstance(part.pattern, NM) else 1 if part.step > 1 else 2
 
 
@@ -278,12 +278,13 @@ class Curve:
     errors: tuple[float, ...]
 
     def __post_init__(self) -> None:
-        if len(self.sparsities) != len(self.errors) or not self.errors:
-            raise ValueError(f"a curve needs as many errors as sparsities, got {self.sparsities} with {self.errors}")
-        if any(a >= b for a, b in pairwise((0.0, *self.sparsities, 1.0))):
-            raise ValueError(f"sparsities must increase within (0, 1), got {self.sparsities}")
-        if not all(math.isfinite(e) and e >= 0 for e in self.errors):
-            raise ValueError(f"errors must be finite and non-negative, got {self.errors}")
+        rising = all(a < b for a, b in pairwise((0.0, *self.sparsities, 1.0)))
+        able = all(math.isfinite(e) and e >= 0 for e in self.errors)
+        if not (rising and able and 0 < len(self.errors) == len(self.sparsities)):
+            raise ValueError(
+                f"expected sparsities that increase within (0, 1), and for each a finite error of at least 0; got "
+                f"{self.sparsities} with {self.errors}"
+            )
 
     def error(self, sparsity: float) -> float:
         """Return the error at a sparsity in [0, 1)."""

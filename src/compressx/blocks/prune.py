@@ -47,7 +47,7 @@ from compressx.runtime.errors import UnsupportedModelError, memory_named
 from compressx.runtime.ranks import ALONE, Ranks
 from compressx.runtime.timing import synchronize
 from compressx.runtime.transfer import to_device, to_host
-from compressx.training.reconstruct import Passage, reconstruct
+from compressx.training.reconstruct import BlockBatch, reconstruct
 
 MEASURED_TOKENS = 2048
 """Minimum of calibration tokens to measure a block's error on; few, since they cost two more forward passes."""
@@ -182,7 +182,7 @@ class _Pruning:
         if self.plan.reconstruct_block and layers and not dropped:
             # Apart, or keys and values for later blocks would hold the graphs of the training's last steps.
             trained = [run.isolated for run in runs]
-            passages = [Passage(*x) for x in zip(streams.pruned, streams.dense, trained, strict=True)]
+            passages = [BlockBatch(*x) for x in zip(streams.pruned, streams.dense, trained, strict=True)]
             channels = self.fisher.channels.get(block.fqn)
             with memory_named(f"training {block.fqn}"):
                 reconstruction = reconstruct(

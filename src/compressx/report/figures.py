@@ -101,7 +101,7 @@ def _losses(tuned: FinetuneReport | None) -> Iterator[_Figure]:
 
 
 def _reconstructions(blocks: Sequence[BlockReport]) -> Iterator[_Figure]:
-    """Yield the figure of what training each block's survivors did, if it was asked for."""
+    """Yield the figure of what training each block's kept weights did, if it was asked for."""
     trained = [(block.index, block.reconstruction) for block in blocks if block.reconstruction is not None]
     if trained:
         x = [float(index) for index, _ in trained]

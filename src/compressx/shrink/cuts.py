@@ -139,7 +139,7 @@ def smaller(model: Any, kept: Sequence[RemainingUnits], dropped: Sequence[str] =
     return made
 
 
-def left_of(model: Any, kept: Sequence[RemainingUnits]) -> dict[str, Tensor]:
+def remaining_tensors(model: Any, kept: Sequence[RemainingUnits]) -> dict[str, Tensor]:
     """Return what is left of each tensor of a model, by name and without values, whether or not a config can say it."""
     found, blocks = _surveyed(model)
     return _cuts(blocks, kept, found).all(_empty(model))
@@ -228,10 +228,8 @@ def _compare_tensors(model: nn.Module, made: Smaller, small: nn.Module) -> None:
     ours = {name: [*x.shape] for name, x in made.cuts.all(_empty(model)).items()}
     for name in [*ours, *theirs]:
         if ours.get(name) != theirs.get(name):
-            raise UnsupportedModelError(
-                f"the config of {type(model).__name__} cannot describe what is left: with {made} it has {name} "
-                f"{theirs.get(name, 'nowhere')}, and {ours.get(name, 'nothing')} is left; leave out shrink"
-            )
+            has = f"it has {name} {theirs.get(name, 'nowhere')}, and {ours.get(name, 'nothing')} is left"
+            raise _undescribed(model, made, has)
 
 
 def _compare_settings(model: nn.Module, made: Smaller, small: nn.Module) -> None:
@@ -242,10 +240,9 @@ def _compare_settings(model: nn.Module, made: Smaller, small: nn.Module) -> None
                 continue
             ours, theirs = _settings(module), _settings(small.get_submodule(new))
             if differ := sorted(n for n in ours.keys() | theirs.keys() if ours.get(n) != theirs.get(n)):
-                raise UnsupportedModelError(
-                    f"the config of {type(model).__name__} cannot describe what is left: with {made} {new} has "
-                    f"{differ[0]} {theirs.get(differ[0])}, and in the larger model {name} has {ours.get(differ[0])}; "
-                    "leave out shrink"
+                was, now = ours.get(differ[0]), theirs.get(differ[0])
+                raise _undescribed(
+                    model, made, f"{new} has {differ[0]} {now}, and in the larger model {name} has {was}"
                 )
     tables, stored = dict(small.named_buffers()), model.state_dict().keys()
     for name, table in model.named_buffers():
@@ -253,10 +250,13 @@ def _compare_settings(model: nn.Module, made: Smaller, small: nn.Module) -> None
         if new not in tables or name in stored or table.is_meta:  # no layer may be left that needs it
             continue
         if not torch.equal(made.cuts.cut(name, table).cpu(), tables[new].cpu()):
-            raise UnsupportedModelError(
-                f"the config of {type(model).__name__} cannot describe what is left: with {made} its buffer {new} has "
-                "other values; leave out shrink"
-            )
+            raise _undescribed(model, made, f"its buffer {new} has other values")
+
+
+def _undescribed(model: nn.Module, made: Smaller, has: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"the config of {type(model).__name__} cannot describe what is left: with {made} {has}; leave out shrink"
+    )
 
 
 def _settings(module: nn.Module) -> dict[str, float | str | bool]:

@@ -26,7 +26,7 @@ from compressx.models.streaming import StreamedModel, open_streamed
 from compressx.planning.plan import Plan, PlannedDepth
 from compressx.runtime.errors import Mistakes, RecipeError, UnsupportedModelError
 from compressx.runtime.files import BLOCKS, atomic_write, json_text
-from compressx.shrink.cuts import RemainingUnits, Smaller, build_like, left_of, smaller
+from compressx.shrink.cuts import RemainingUnits, Smaller, build_like, remaining_tensors, smaller
 from compressx.stages.state import RunState, Stage
 
 _TOKENS = 64
@@ -76,7 +76,7 @@ class Shrink(Stage):
         """Write `model/`, and what stays of the original to `units.json`; the masks keep the original's shapes."""
         folder, access, plan = state.folder, state.access, state.plan
         if state.recipe.own_widths:
-            tensors = left_of(access.model, remaining_units(plan, state.store.masks()))
+            tensors = remaining_tensors(access.model, remaining_units(plan, state.store.masks()))
             counts = count_parameters(access.model), count_parameters(access.model, tensors)
             state.results["allocation"] = replace(state.results["allocation"], parameters=counts)
         if not state.recipe.shrink or folder is None or state.checkpoint is None:

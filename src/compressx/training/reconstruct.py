@@ -34,7 +34,7 @@ _WARM_UP = 0.05
 
 
 @dataclass(frozen=True, eq=False)
-class Passage:
+class BlockBatch:
     """One calibration batch of a block.
 
     Attributes:
@@ -59,7 +59,7 @@ class Passage:
 
 
 def reconstruct(
-    model: nn.Module, fqn: str, masks: Mapping[str, MaskEntry], passages: Sequence[Passage],
+    model: nn.Module, fqn: str, masks: Mapping[str, MaskEntry], passages: Sequence[BlockBatch],
     settings: ReconstructBlock, ranks: Ranks = ALONE, channels: Tensor | None = None,
 ) -> ReconstructionReport:  # fmt: skip
     """Train the remaining weights of a pruned block in place.
@@ -102,7 +102,7 @@ class _Trained:
     settings: ReconstructBlock
     channels: Tensor
 
-    def passes(self, passages: Sequence[Passage], ranks: Ranks) -> Iterator[int]:
+    def passes(self, passages: Sequence[BlockBatch], ranks: Ranks) -> Iterator[int]:
         """Train; yield after each pass over the text."""
         settings = self.settings
         per_step = max(1, settings.batch_size // (len(passages[0].enters) * ranks.size))
@@ -130,7 +130,7 @@ class _Trained:
             yield number
 
     @torch.no_grad()
-    def error(self, passages: Sequence[Passage], ranks: Ranks) -> float:
+    def error(self, passages: Sequence[BlockBatch], ranks: Ranks) -> float:
         """Return the mean error over all processes' tokens, with weights rounded to their original dtypes."""
         exact = [p.clone() for p in self.parameters]
         for parameter, dtype in self.parameters.items():

@@ -1,4 +1,4 @@
-"""The stages that train: each block's survivors as it is pruned, and the whole model's afterwards."""
+"""The stages that train: each block's kept weights as it is pruned, and the whole model's afterwards."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ LESS_MEMORY = {
 
 
 class BlockReconstruction(Stage):
-    """Train each block's survivors. The work is done block by block, by `blocks.prune.prune_model`."""
+    """Train each block's kept weights. The work is done block by block, by `blocks.prune.prune_model`."""
 
     def check(self, state: RunState, plan: Plan | None, mistakes: Mistakes) -> None:
         """Refuse training without text, without a block, or with steps that cannot be shared."""
@@ -68,7 +68,7 @@ class BlockReconstruction(Stage):
     def sentences(self, report: RunReport) -> Iterator[str]:
         """Say that the blocks were trained."""
         if any(block.reconstruction is not None for block in report.blocks):
-            yield "After it was pruned, each block's surviving weights were trained towards the dense block's output."
+            yield "After it was pruned, each block's kept weights were trained towards the dense block's output."
 
     def sections(self, report: RunReport) -> Iterator[Section]:
         """Yield what training did to the error of each block's output."""
@@ -82,7 +82,7 @@ class BlockReconstruction(Stage):
             yield Section(
                 "Block reconstruction",
                 "Squared relative error of each block's output on calibration text that was held out, before and "
-                "after its survivors were trained: what the pruned blocks give against what the dense ones gave, "
+                "after its kept weights were trained: what the pruned blocks give against what the dense ones gave, "
                 "channels counting as the model's loss reacts to them, the mean over tokens.",
                 table(["block", before, after, Column("best pass", "s"), _SECONDS], rows),
                 brief=counted(rows, "block"),
@@ -90,7 +90,7 @@ class BlockReconstruction(Stage):
 
 
 class FineTuning(Stage):
-    """Train the survivors of the whole model, or adapters, with the masks held."""
+    """Train the kept weights of the whole model, or adapters, with the masks held."""
 
     def check(self, state: RunState, plan: Plan | None, mistakes: Mistakes) -> None:
         """Refuse training without text or PEFT, a teacher that does not fit, and what the memory cannot hold."""
@@ -138,7 +138,7 @@ class FineTuning(Stage):
     def sentences(self, report: RunReport) -> Iterator[str]:
         """Say how the model was trained."""
         if report.finetune is not None:
-            yield f"The surviving weights were fine-tuned with masks held: {_summary(report.finetune)}"
+            yield f"The kept weights were fine-tuned with masks held: {_summary(report.finetune)}"
 
     def sections(self, report: RunReport) -> Iterator[Section]:
         """Yield the loss on held-out text."""

@@ -157,13 +157,12 @@ def test_points_are_whole_counts_up_to_the_most_that_is_allowed(weights: int) ->
 
 
 @pytest.mark.parametrize(
-    ("sparsities", "errors", "complaint"),
-    [((), (), "as many"), ((0.5, 0.6), (1.0,), "as many"), ((0.6, 0.5), (1.0, 2.0), "increase"),
-     ((0.0, 0.5), (1.0, 2.0), "increase"), ((0.5, 1.0), (1.0, 2.0), "increase"),
-     ((0.5, 0.6), (1.0, math.nan), "finite"), ((0.5, 0.6), (-1.0, 1.0), "finite")],
+    ("sparsities", "errors"),
+    [((), ()), ((0.5, 0.6), (1.0,)), ((0.6, 0.5), (1.0, 2.0)), ((0.0, 0.5), (1.0, 2.0)), ((0.5, 1.0), (1.0, 2.0)),
+     ((0.5, 0.6), (1.0, math.nan)), ((0.5, 0.6), (-1.0, 1.0))],
 )  # fmt: skip
-def test_what_is_no_curve_is_refused(sparsities: tuple[float, ...], errors: tuple[float, ...], complaint: str) -> None:
-    with pytest.raises(ValueError, match=complaint):
+def test_what_is_no_curve_is_refused(sparsities: tuple[float, ...], errors: tuple[float, ...]) -> None:
+    with pytest.raises(ValueError, match="expected sparsities that increase within"):
         Curve(sparsities, errors)
 
 

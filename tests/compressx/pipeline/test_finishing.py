@@ -74,38 +74,6 @@ def test_survivors_are_trained_and_the_zeros_stay(model):
     assert all(torch.equal(before[name], after[name]) for name in untouched)
 
 
-@pytest.mark.slow
-def test_what_is_measured_before_and_after_stands_side_by_side_with_the_losses_and_their_figure(model, drawn):
-    alone = run({**recipe(model), "finetune": None, "output": "pruned"}).evaluation
-    report = run(recipe(model, teacher="none", steps=60, learning_rate=3e-3))
-    assert set(alone) == {"dense", "pruned"}
-    assert report.evaluation == alone | {"finetuned": report.evaluation["finetuned"]}
-    pruned, finetuned = (report.evaluation[k]["token_perplexity"] for k in ("pruned", "finetuned"))
-    assert finetuned < 0.9 * pruned
-    text = Path("out/report.md").read_text()
-    lines = text.splitlines()
-    header = lines.index("| measure | dense | finetuned | change | pruned | change |")
-    cells = [cell.strip() for cell in lines[header + 2].split("|")[1:-1]]
-    assert (cells[0], cells[2], cells[4]) == ("token_perplexity", f"{finetuned:.4g}", f"{pruned:.4g}")
-    assert "## Fine-tuning\n\n60 steps on 7 windows of 32 tokens, " in text
-    read = json.loads(Path("out/report.json").read_text())
-    assert read["finetune"]["losses"] == list(report.finetune.losses)
-    assert (read["finetune"]["steps"], read["finetune"]["windows"]) == (60, [7, 32])  # one of eight is held out
-    assert read["seconds"]["finetune"] > 0
-    assert report.figures[0]["file"] == "plots/finetune.svg"
-    drawing = Path("out/plots/finetune.svg").read_text()
-    assert all(f">{line}<" in drawing for line in ("of each step's batch", "held out"))
-
-
-def test_the_first_loss_is_the_divergence_from_the_dense_model_computed_by_hand(model):
-    # All windows in one step, so their order does not matter.
-    asked = recipe(model, evaluated=False, batch_size=8, steps=1, held_out=0)
-    run({**asked, "finetune": None, "output": "pruned"})
-    losses = run(asked).finetune.losses
-    windows = read_calibration(Calibration(**asked["calibration"]).draw, AutoTokenizer.from_pretrained(model))
-    assert losses[0] == pytest.approx(divergence(model, "pruned/model", windows), rel=1e-4)
-
-
 def test_a_pruned_model_is_pruned_further_and_trained_towards_the_dense_one(model):
     """Its first loss is the divergence from the teacher, and the weights that were zero stay so."""
     run({**recipe(model, evaluated=False), "finetune": None, "output": "half"})

@@ -113,25 +113,6 @@ def test_attention_and_the_rest_are_pruned_by_their_own_rules(models):
     assert all(torch.equal(dense[name], pruned[name]) for name in untouched)
 
 
-def test_attention_in_one_fused_weight_is_pruned_beside_the_rest(models):
-    source = models("gpt2")
-    attention = {"targets": ["*.c_attn"], "pruner": "attnprune", "sparsity": 0.6}
-    report = run(recipe(source, attention, {"targets": ["*"], "pruner": "wanda", "pattern": "2:4"}))
-    dense, pruned, masks = weights(source), weights("out/model"), MaskSet.load("out/masks.safetensors")
-    fused = [x for x in report.layers if x.pruner == "attnprune"]
-    assert [x.name for x in fused] == [f"transformer.h.{i}.attn.c_attn" for i in range(3)]
-    for layer in report.layers:
-        weight, keep = pruned[f"{layer.name}.weight"], masks[layer.name].keep
-        assert torch.equal(weight.T != 0, keep), layer.name  # GPT-2 stores [in_features, out_features]
-        assert torch.equal(weight, dense[f"{layer.name}.weight"] * keep.T) == (layer not in fused)
-        assert layer in fused or (keep.view(-1, 4).sum(dim=1) == 2).all(), "along the inputs"
-    for layer in fused:
-        keep = masks[layer.name].keep
-        assert int((~keep).sum()) == round(0.6 * 192 * 64)
-        assert int((~keep[128:]).sum()) == round(0.6 * 64 * 64), "the values take their share"
-        assert 0 < layer.info["output_error"] <= layer.info["output_error.sparsegpt"]
-
-
 def test_magnitude_reads_no_text(model):
     given = recipe(model, MAGNITUDE)
     Path("short.txt").write_text("w1")  # any pruner that observes would refuse it
@@ -210,12 +191,9 @@ METHODS: dict[str, dict[str, Any]] = {
 QUERY_KEY = {"targets": ["*.q_proj", "*.k_proj"], "pruner": "attnprune"}
 PRUNERS: dict[str, tuple[dict[str, Any], ...]] = {
     "magnitude": ({"targets": ["*"], "pruner": "magnitude"},),
-    "wanda by layer": ({"targets": ["*"], "pruner": "wanda", "group": "layer"},),
     "wanda by row": ({"targets": ["*"], "pruner": "wanda"},),
-    "sparsegpt": ({"targets": ["*"], "pruner": "sparsegpt"},),
     "wanda+sparsegpt": ({"targets": ["*"], "pruner": "wanda", "group": "layer", "reconstruct": "sparsegpt"},),
     "attnprune": (QUERY_KEY, {"targets": ["*"], "pruner": "sparsegpt"}),
-    "attnprune by layer": ({**QUERY_KEY, "group": "layer"}, {"targets": ["*"], "pruner": "magnitude"}),
     "N:M and not": ({**QUERY_KEY, "pattern": "2:4"}, {"targets": ["*.mlp.*"], "pruner": "sparsegpt", "pattern": "4:8"},
                     {"targets": ["*"], "pruner": "magnitude"}),
     "sparsegpt N:M": ({"targets": ["*"], "pruner": "sparsegpt", "pattern": "4:8"},),
@@ -247,17 +225,6 @@ def test_every_method_and_every_pruner_reaches_its_total(model, method, pruner):
             assert of == (8 if ("mlp" in name and pruner != "wanda N:M") or pruner == "sparsegpt N:M" else 4)
     assert any(":" in entry.pattern for entry in masks.values()) == ("N:M" in pruner)
     assert len({round(u.sparsity, 2) for u in report.allocation.units}) > 1
-
-
-def test_blocks_with_more_outliers_are_pruned_less_by_owl(model):
-    report = run(by_method(model, "owl", "sparsegpt"))
-    units = sorted(report.allocation.units, key=lambda u: u.outliers or 0.0)
-    assert all(a.sparsity > b.sparsity for a, b in itertools.pairwise(units))
-    assert max(abs(u.sparsity - 0.5371) for u in units) == pytest.approx(0.08, abs=1e-4)
-    text = Path("out/report.md").read_text()
-    assert "owl, by block, target 53.71%: " in text
-    first = report.allocation.units[0]
-    assert f"| sparsegpt | {first.sparsity:.2%} | {first.outliers:.3%} |" in text
 
 
 # --- evaluation, progress and hooks

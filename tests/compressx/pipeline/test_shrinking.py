@@ -315,12 +315,6 @@ def test_a_budget_that_rules_cannot_keep_is_refused_before_weights_are_read(mode
         run(recipe(models("llama"), *rules, allocation={"method": "divergence", "target": target}))
 
 
-def test_an_option_of_the_file_that_a_budget_of_bytes_is_of_is_refused_in_one_line(models, unloaded):
-    asked = {"method": "divergence", "target": {"bytes": 10000}}
-    with pytest.raises(RecipeError, match=r"allocation\.target: .*export\[0\]\.options\.type.*'Q9' is none of F16"):
-        run(recipe(models("llama"), *OPEN, allocation=asked, export=[{"format": "gguf", "options": {"type": "Q9"}}]))
-
-
 SOME = {**NEURONS, "targets": ["model.layers.0.*"]}
 
 
@@ -353,15 +347,6 @@ def test_a_model_in_memory_is_not_shrunk(architecture: str, asked: dict[str, Any
 
 
 # --- experts and blocks
-
-
-def test_experts_are_scored_where_blocks_multiply_in_bfloat16(models):
-    for dtype in ("float32", "bfloat16"):
-        run(recipe(models("mixtral"), EXPERTS, output=dtype, compute_dtype=dtype, **SHRINK))
-    exact, narrow = (MaskSet.load(f"{dtype}/masks.safetensors") for dtype in ("float32", "bfloat16"))
-    first = min(exact)
-    assert torch.equal(exact[first].keep, narrow[first].keep), "the first block's inputs differ by their rounding alone"
-    assert weights("float32/model")["model.layers.0.mlp.gate.weight"].shape == (2, 64)
 
 
 @pytest.mark.slow
@@ -436,18 +421,6 @@ def gradients(model: Any) -> dict[str, torch.Tensor]:
     model(tiny_tokens(), use_cache=False).logits.square().mean().backward()
     model.eval()
     return {name: x.grad.clone() for name, x in model.named_parameters() if x.grad is not None}
-
-
-@pytest.mark.parametrize("tuned", [False, True])
-def test_the_smaller_model_is_evaluated_as_the_masked_one_and_loads_in_plain_transformers(model, tuned):
-    more: dict[str, Any] = {"finetune": {"steps": 3, "norms": True}} if tuned else {}
-    masked = run(recipe(model, THIRD, UP, evaluated=True, output="masked", **more))
-    report = run(recipe(model, THIRD, UP, evaluated=True, shrink=True, **more))
-    for name, figures in report.evaluation.items():
-        assert figures["token_perplexity"] == pytest.approx(masked.evaluation[name]["token_perplexity"], rel=1e-5)
-    assert report.shrink["config"] == {"num_hidden_layers": [3, 2]}
-    small = AutoModelForCausalLM.from_pretrained("out/model")
-    assert len(small.model.layers) == 2
 
 
 def test_a_model_in_memory_computes_what_it_does_without_the_block():

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.compressx.depths import THIRD, loaded, planned
+from tests.compressx.depths import THIRD, planned
 from tests.compressx.mixtures import MIXTURES, mixture
 from transformers import AutoModelForCausalLM
 
@@ -15,11 +15,9 @@ from compressx.blocks.prune import prune_model
 from compressx.masks.maskset import MaskSet
 from compressx.models.access import InMemory
 from compressx.models.architecture import find_blocks
-from compressx.plugins.manager import load_plugins
-from compressx.runtime.errors import Mistakes, UnsupportedModelError
+from compressx.runtime.errors import UnsupportedModelError
 from compressx.shrink.cuts import smaller
-from compressx.shrink.stage import Shrink, remaining_units, save_shrunk
-from compressx.stages.state import RunState
+from compressx.shrink.stage import remaining_units, save_shrunk
 from compressx.testing import TINY_CONFIGS, tiny_model, tiny_tokens
 
 TOKENS = tiny_tokens()
@@ -89,16 +87,3 @@ def test_neurons_of_the_blocks_that_stay_go_beside_a_block(tmp_path):
     small, numbers = written(model, tmp_path, neurons, THIRD, gone=1)
     torch.testing.assert_close(logits(small), logits(model), rtol=1e-5, atol=1e-5)
     assert numbers == {"num_hidden_layers": (3, 2), "ffn_dim": (96, 64)}
-
-
-def test_blocks_that_compute_with_their_number_are_refused_before_anything_is_measured():
-    model = tiny_model("gpt2")
-    for module in model.modules():
-        if hasattr(module, "scale_attn_by_inverse_layer_idx"):
-            module.scale_attn_by_inverse_layer_idx = True
-    model.config.scale_attn_by_inverse_layer_idx = True
-    mistakes = Mistakes()
-    state = RunState(loaded(THIRD, shrink=True), load_plugins(), skeleton=model)
-    Shrink().check(state, planned(model, THIRD, shrink=True), mistakes)
-    with pytest.raises(UnsupportedModelError, match="shrink: the config of GPT2LMHeadModel cannot describe"):
-        mistakes.raise_all()

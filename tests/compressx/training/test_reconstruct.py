@@ -32,7 +32,7 @@ from compressx.recipe.sources import DatasetSource
 from compressx.runtime.ranks import Ranks
 from compressx.testing import tiny_model, tiny_tokens
 from compressx.training import reconstruct as module
-from compressx.training.reconstruct import Passage, _Trained, reconstruct
+from compressx.training.reconstruct import BlockBatch, _Trained, reconstruct
 
 HALF = Unstructured(0.5)
 SETTINGS = ReconstructBlock(passes=3, learning_rate=0.03)
@@ -67,7 +67,7 @@ def trained_twice(architecture, model_dtype=torch.float32, products=None, **sett
             return replay(block, state, call)
 
     runs = [partial(run, call=c) for c in calls[fqn]]
-    passages = [Passage(*each) for each in zip(states, targets, runs, strict=True)]
+    passages = [BlockBatch(*each) for each in zip(states, targets, runs, strict=True)]
     asked = ReconstructBlock(**{"passes": 2, "learning_rate": 0.03, **settings})
     return [reconstruct(model, fqn, masks, passages, asked) for _ in range(2)]
 
@@ -159,7 +159,7 @@ def test_a_steps_gradient_is_the_mean_over_the_tokens_of_all_processes(monkeypat
         fqn, block = next(iter(survey(model).blocks.items()))
         states, calls = capture_calls(model, survey(model).blocks, batches(2))
         runs = [partial(replay, block, call=c) for c in calls[fqn]]
-        passages = [Passage(x, -x, run) for x, run in zip(states, runs, strict=True)]
+        passages = [BlockBatch(x, -x, run) for x, run in zip(states, runs, strict=True)]
         parameters = [block.mlp.up_proj.weight, block.self_attn.q_proj.weight]
         settings = SETTINGS.model_copy(update={"passes": 1, "batch_size": 100})
         trained = _Trained(dict.fromkeys(parameters, torch.float32), settings, channel_weights(states))
@@ -269,7 +269,7 @@ def test_batches_of_different_sizes_count_by_their_tokens(monkeypatch):
     for sizes in ([4, 4], [4, 3, 1]):
         fqn, masks, states, runs = first_block(model, list(tiny_tokens(sequences=8).split(sizes)))
         targets = (growing * torch.cat(states)).split(sizes)
-        passages = [Passage(*each) for each in zip(states, targets, runs, strict=True)]
+        passages = [BlockBatch(*each) for each in zip(states, targets, runs, strict=True)]
         # A text that is too short to hold out anything is held out as a whole.
         settings = ReconstructBlock(passes=1, learning_rate=1e-9)
         errors.append(reconstruct(model, fqn, masks, passages, settings).before)
@@ -284,7 +284,7 @@ def test_an_error_while_training_leaves_an_ordinary_model_behind():
         raise RuntimeError("out of memory")
 
     with pytest.raises(RuntimeError, match="out of memory"):
-        reconstruct(model, fqn, masks, [Passage(states[0], states[0], run)], SETTINGS)
+        reconstruct(model, fqn, masks, [BlockBatch(states[0], states[0], run)], SETTINGS)
     assert set(model.state_dict()) == set(tiny_model("llama").state_dict())
     assert all(p.grad is None for p in model.parameters())
 
@@ -322,7 +322,7 @@ def _reconstructed(ranks: Ranks) -> dict[str, Any]:
             keep = linear.weight.abs() > linear.weight.abs().median()
             linear.weight.data.mul_(keep)
             masks[name] = MaskEntry(keep, "50%", "magnitude", "")
-    passages = [Passage(states[i], targets[i], partial(replay, block, call=calls[fqn][i])) for i in order]
+    passages = [BlockBatch(states[i], targets[i], partial(replay, block, call=calls[fqn][i])) for i in order]
     settings = ReconstructBlock(passes=3, learning_rate=0.03, batch_size=6)
     with mock.patch.object(module, "HELD_OUT", 0.25):
         report = reconstruct(model, fqn, masks, passages, settings, ranks)
