@@ -171,7 +171,7 @@ def spread(
         Patterns by linear name.
     """
     # Groups with the finest steps come last, to absorb the remainder of the others.
-    groups = sorted(_sharing(units), key=_finest, reverse=True)
+    groups = sorted(_sharing(units), key=lambda g: min(part.step for u in g for part in u.parts), reverse=True)
     spreading: list[tuple[list[UnitPart], list[int]]] = []
     left = 0
     for group, zeros in zip(groups, shares([sum(u.weights for u in g) for g in groups], target), strict=True):
@@ -193,10 +193,6 @@ def _in_steps_of(parts: Sequence[UnitPart], zeros: int) -> int:
     """Round zeros to what units of one step can have: half a step more would be taken where it is not the cheapest."""
     step, *others = {part.step if isinstance(part.pattern, Structured) else 0 for part in parts}
     return zeros if others or not step else round(zeros / step) * step
-
-
-def _finest(group: Sequence[Unit]) -> int:
-    return min(part.step for unit in group for part in unit.parts)
 
 
 def _within(unit: Unit, zeros: int) -> list[int]:

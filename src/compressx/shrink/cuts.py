@@ -176,7 +176,9 @@ def _cuts(blocks: Sequence[Block], kept: Sequence[RemainingUnits], found: Archit
     for one in kept:
         block = next(b for b in blocks if f"{one.units.fqn}.".startswith(f"{b.fqn}."))
         if one.units.kind == "experts":
-            _cut_router(cuts, block, one)
+            fqn, router = router_of(block, one.units)
+            for row in rows_of(router, one.units.count):
+                cuts.whole[f"{fqn}.{row}"] = {0: one.index}
         if one.units.kind == "kv-groups":
             _cut_by_head(cuts, block, one)
         for name, own in one.units.owners.items():
@@ -193,12 +195,6 @@ def _cuts(blocks: Sequence[Block], kept: Sequence[RemainingUnits], found: Archit
                 if own.dim == 0 and linear.bias is not None:
                     cuts.whole[f"{name}.bias"] = {0: index}
     return cuts
-
-
-def _cut_router(cuts: Cuts, block: Block, one: RemainingUnits) -> None:
-    name, router = router_of(block, one.units)
-    for own in rows_of(router, one.units.count):
-        cuts.whole[f"{name}.{own}"] = {0: one.index}
 
 
 def _cut_by_head(cuts: Cuts, block: Block, one: RemainingUnits) -> None:

@@ -30,7 +30,7 @@ from compressx.models.shards import read_tensors, write_tensors
 from compressx.recipe.sections import Finetune
 from compressx.runtime.errors import ArtifactError, CalibrationError, memory_named
 from compressx.runtime.quiet import quiet_libraries
-from compressx.training.trainable import adapted, check_trained, own_checkpointing_off, scales, trainable
+from compressx.training.trainable import check_trained, own_checkpointing_off, scales, trainable
 
 _LARGEST_NORM = 1.0
 """Maximum norm of a step's gradient, a customary value."""
@@ -90,11 +90,7 @@ def finetune(
     """
     if (teacher is None) != (settings.teacher == "none"):
         raise ValueError(f"teacher {settings.taught_by!r} with {'no' if teacher is None else 'a'} dense model")
-    prepared = (
-        trainable(model, model, masks, norms=settings.norms)
-        if settings.lora is None
-        else adapted(model, masks, settings.lora, settings.seed, norms=settings.norms)
-    )
+    prepared = trainable(model, model, masks, norms=settings.norms, lora=settings.lora, seed=settings.seed)
     with (
         own_checkpointing_off(model), prepared as parameters, _training_mode(model, settings.gradient_checkpointing)
     ):  # fmt: skip
@@ -153,7 +149,7 @@ class _Steps:
                 group["lr"] = rate * group["scale"]
             self.losses.append(self._step(len(self.losses)))
             done, before = fraction_done(self.settings, len(self.losses), self.seconds), done
-            if is_check_due(before, done):
+            if math.floor(before * _CHECKS) < math.floor(done * _CHECKS):
                 self._check()
             if checkpoint is not None and (len(self.losses) % CHECKPOINT_EVERY == 0 or done == 1.0):
                 write_tensors(checkpoint, self._state())
@@ -298,11 +294,6 @@ def learning_rate(settings: Finetune, done: float) -> float:
 def backed_off(losses: Sequence[float]) -> float:
     """Return the factor of the learning rate after held-out losses, in the order in which they were measured."""
     return _BACK_OFF ** sum(not loss < min(losses[:i]) for i, loss in enumerate(losses) if i)
-
-
-def is_check_due(before: float, after: float) -> bool:
-    """Return whether the held-out loss is to be measured after a step between two fractions of a training."""
-    return math.floor(before * _CHECKS) < math.floor(after * _CHECKS)
 
 
 def split_windows(windows: int, held_out: int) -> tuple[int, int]:

@@ -32,8 +32,9 @@ _ADAPTER = ".lora_"
 
 @contextmanager
 def trainable(
-    model: nn.Module, part: nn.Module, masks: MaskSet, *, norms: bool = False, biases: bool = False
-) -> Iterator[Mapping[nn.Parameter, torch.dtype]]:
+    model: Any, part: nn.Module, masks: MaskSet, *, norms: bool = False, biases: bool = False,
+    lora: Lora | None = None, seed: int = 0,
+) -> Iterator[Mapping[nn.Parameter, torch.dtype]]:  # fmt: skip
     """Hold masks, and require gradients only of the trained parameters.
 
     Args:
@@ -42,44 +43,26 @@ def trainable(
         masks: by name in the model, of weights inside the part. These are trained; dropped ones stay exactly zero.
         norms: whether to train the gains of norms too.
         biases: whether to train biases too, of norms and linears, without those of linears that keep no weight.
-
-    Yields:
-        The trained parameters in the model's order, each with its original dtype, which is restored afterwards.
-    """
-    with ExitStack() as stack:
-        dtypes = stack.enter_context(_in_float32(part))
-        kept = masks.by_parameter(model)
-        masked = {model.get_parameter(name) for name in kept}
-        wanted = masked | (_gains(part) if norms else set()) | (_biases(part, model, masks) if biases else set())
-        stack.enter_context(_only_trained(part, wanted))
-        stack.enter_context(_held(model, kept))
-        yield {parameter: dtypes[parameter] for parameter in part.parameters() if parameter in wanted}
-
-
-@contextmanager
-def adapted(
-    model: Any, masks: MaskSet, lora: Lora, seed: int, *, norms: bool
-) -> Iterator[Mapping[nn.Parameter, torch.dtype]]:
-    """Add masked LoRA adapters to a model, require gradients only of them, and merge them afterwards.
-
-    Args:
-        model: a transformers model, pruned; in float32 inside the `with`, as with `trainable`.
-        masks: by name in the model.
-        lora: rank and targets of the adapters, whose alpha is twice the rank.
+        lora: masked adapters to train in place of the weights of a transformers model, which they are merged into
+            afterwards; their alpha is twice the rank.
         seed: of the adapters' first values.
-        norms: whether to train the gains of norms too.
 
     Yields:
         The trained parameters in the model's order, each with the dtype that it has afterwards.
     """
     with ExitStack() as stack:
-        dtypes = stack.enter_context(_in_float32(model))
-        gains = _gains(model) if norms else set()
-        stack.enter_context(_only_trained(model, gains))  # PEFT freezes everything and does not restore it
-        stack.enter_context(_adapters(model, masks, lora, seed))
-        for parameter in gains:
-            parameter.requires_grad_()
-        yield {p: dtypes.get(p, p.dtype) for p in model.parameters() if p.requires_grad}
+        dtypes = stack.enter_context(_in_float32(part))
+        kept = masks.by_parameter(model) if lora is None else {}
+        wanted = {model.get_parameter(name) for name in kept}
+        wanted |= (_gains(part) if norms else set()) | (_biases(part, model, masks) if biases else set())
+        stack.enter_context(_only_trained(part, wanted))
+        if lora is None:
+            stack.enter_context(_held(model, kept))
+        else:
+            stack.enter_context(_adapters(model, masks, lora, seed))
+            for parameter in wanted:  # PEFT freezes everything, and does not restore it
+                parameter.requires_grad_()
+        yield {p: dtypes.get(p, p.dtype) for p in part.parameters() if p.requires_grad}
 
 
 @contextmanager
