@@ -96,13 +96,21 @@ def measure(
             by_rule.setdefault(linear.rule, []).append(linear.name)
         block = replace(dense.block, sensitivities=sensitivities)
         stats = gather(block, by_rule, pruners, dense.passes[:learnt])
-        stream = _Stream(dense.passes[learnt:], dense.outputs[learnt:], output_gradients.pop(block.fqn))
+        unseen = [*zip(dense.passes[learnt:], dense.outputs[learnt:], output_gradients.pop(block.fqn), strict=True)]
         prepared: PreparedValues = {}
 
         def ask(patterns: Patterns) -> Iterator[tuple[str, Decision]]:
             return decide_all(block, patterns, pruners, dict(stats), kept=prepared)  # a copy: it drops statistics
 
-        return tuple(_measure(unit, sparsities, block.linears, ask, stream) for unit in mine)
+        def divergence() -> float:
+            """Return that of the predictions with the block as it now is, the mean over tokens."""
+            of_batches = [
+                divergences((out := run()).float() - to_device(was, out.device).float(), gradient).flatten()
+                for run, was, gradient in unseen
+            ]
+            return float(torch.cat(of_batches).double().mean())
+
+        return tuple(_measure(unit, sparsities, block.linears, ask, divergence) for unit in mine)
 
     return _over_blocks(access, blocks, [*seen, *held_out], visit, keep)
 
@@ -180,29 +188,12 @@ def _over_blocks(
         yield from results
 
 
-@dataclass(frozen=True, eq=False)
-class _Stream:
-    """How to run a block on each held-out batch, what leaves it while it is dense, and the loss's gradients there."""
-
-    passes: Sequence[Callable[[], Tensor]]
-    outputs: Sequence[Tensor]
-    gradients: Sequence[Tensor]
-
-    def divergence(self) -> float:
-        """Return by how much the model's predictions diverge with the block as it now is, the mean over tokens."""
-        of_batches = [
-            divergences((out := run()).float() - to_device(dense, out.device).float(), gradient).flatten()
-            for run, dense, gradient in zip(self.passes, self.outputs, self.gradients, strict=True)
-        ]
-        return float(torch.cat(of_batches).double().mean())
-
-
 def _measure(
     unit: Unit,
     sparsities: Sequence[float],
     linears: Mapping[str, Linear],
     ask: Callable[[Patterns], Iterator[tuple[str, Decision]]],
-    stream: _Stream,
+    divergence: Callable[[], float],
 ) -> UnitCurve:
     """Prune a unit to one sparsity after the other, each time from its dense weights."""
     found: dict[float, float] = {}
@@ -213,7 +204,7 @@ def _measure(
         with restored(linears[x.name] for x in unit.linears):
             for name, decision in ask(patterns):
                 write(linears[name], decision.result)
-            found[sparsity] = stream.divergence()
+            found[sparsity] = divergence()
         if not math.isfinite(found[sparsity]):
             raise CalibrationError(
                 f"{unit.block}: with {unit.linears[0].name} at sparsity {sparsity} ({unit.label}) the divergence "

@@ -146,7 +146,8 @@ def _size(state: RunState, plan: Plan, budget: TargetBudget) -> tuple[int, float
     sizes = sized.tensor_bytes(state.planned_model)
     matrices = {f"{x.name}.weight" for x in plan.linears} | {parent(x.name) for x in plan.linears}
     of_linears = sum(size for name, size in sizes.items() if name in matrices)
-    return sum(sizes.values()), (of_linears + 4 * biases) / weights  # biases are stored in float32
+    of_biases = sum(sizes.get(f"{name}.bias", 0) for name in owned)
+    return sum(sizes.values()), (of_linears + of_biases) / weights
 
 
 def _measured(state: RunState, settings: Allocation) -> None:

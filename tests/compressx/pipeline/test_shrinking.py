@@ -33,6 +33,7 @@ from compressx.models.blockwise import skipped
 from compressx.models.gguf_export import GgufExporter, GgufOptions
 from compressx.pipeline.run import plan, run
 from compressx.plugins.manager import load_plugins
+from compressx.report.compare import read_report
 from compressx.runtime.errors import ArtifactError, RecipeError, UnsupportedModelError
 from compressx.shrink import stage as shrinking
 from compressx.testing import tiny_model, tiny_tokens
@@ -61,10 +62,27 @@ def gone(folder: Path | str = "out") -> list[str]:
     return dropped
 
 
-def test_the_smaller_model_computes_what_the_one_with_zeros_does_and_its_files_say_what_is_left(model):
+@pytest.fixture
+def halved(made: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Go to a folder with two runs of the same rules: `masked`, with zeros, and `out`, shrunk; tests only read them."""
+    monkeypatch.chdir(made)
+    return made
+
+
+@pytest.fixture(scope="module")
+def made(models: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("halved")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("compressx.report.figures.draw", lambda *_: ())
+        run(recipe(models("llama"), NEURONS, HEADS, output=str(folder / "masked")))
+        run(recipe(models("llama"), NEURONS, HEADS, evaluated=True, output=str(folder / "out"), **SHRINK))
+    return folder
+
+
+@pytest.mark.usefixtures("halved")
+def test_the_smaller_model_computes_what_the_one_with_zeros_does_and_its_files_say_what_is_left(model, tmp_path):
     """It measures what the run did, and masks of the original do not fit it."""
-    run(recipe(model, NEURONS, HEADS, output="masked"))
-    report = run(recipe(model, NEURONS, HEADS, evaluated=True, **SHRINK))
+    report = read_report(Path("out"))
     close("out/model", "masked/model")
     small = weights("out/model")
     assert small["model.layers.0.mlp.down_proj.weight"].shape == (64, 64)
@@ -99,7 +117,7 @@ def test_the_smaller_model_computes_what_the_one_with_zeros_does_and_its_files_s
 
     masks, source = Path("out/masks.safetensors"), source_of("out")
     told = r"what shrink has left \(intermediate_size 64 of 96, .*\), and masks of the original do not fit it"
-    for use in (lambda: apply_masks(masks, source, Path("applied")), lambda: inspect_model(source, masks)):
+    for use in (lambda: apply_masks(masks, source, tmp_path / "applied"), lambda: inspect_model(source, masks)):
         with pytest.raises(ArtifactError, match=told):
             use()
     inspected = inspect_model(source)
@@ -107,9 +125,8 @@ def test_the_smaller_model_computes_what_the_one_with_zeros_does_and_its_files_s
 
 
 @pytest.mark.slow
-def test_a_process_without_compressx_generates_what_the_masked_model_does(model):
-    run(recipe(model, NEURONS, HEADS, output="masked"))
-    run(recipe(model, NEURONS, HEADS, **SHRINK))
+@pytest.mark.usefixtures("halved")
+def test_a_process_without_compressx_generates_what_the_masked_model_does():
     script = """
 import sys
 sys.modules["compressx"] = None  # importing it fails
@@ -127,13 +144,12 @@ print(model.generate(ids, max_new_tokens=12, min_new_tokens=12, do_sample=False)
 
 
 @pytest.mark.slow
-def test_fine_tuned_survivors_are_what_is_left(model):
+def test_fine_tuned_weights_are_what_is_left(model, made):
     tuning = {"finetune": {"steps": 3}}
     run(recipe(model, NEURONS, HEADS, output="masked", **tuning))
-    run(recipe(model, NEURONS, HEADS, output="pruned", **SHRINK))
     run(recipe(model, NEURONS, HEADS, **tuning, **SHRINK))
     close("out/model", "masked/model")
-    assert not torch.allclose(logits("out/model"), logits("pruned/model"), atol=1e-3)
+    assert not torch.allclose(logits("out/model"), logits(made / "out/model"), atol=1e-3)
 
 
 def test_what_a_killed_process_left_of_a_streamed_smaller_models_blocks_is_not_in_the_output(model, monkeypatch):
