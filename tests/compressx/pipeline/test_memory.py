@@ -55,16 +55,8 @@ def tensors(model: Any) -> dict[str, torch.Tensor]:
 
 def untimed(report: Any) -> Any:
     """Return a part of a report without what differs from run to run, and the model's place and files."""
-    left_out = (
-        "exports",
-        "seconds",
-        "peak_memory_bytes",
-        "peak_gpu_memory_bytes",
-        "model",
-        "date",
-        "command",
-        "hardware",
-    )
+    left_out = {"exports", "seconds", "peak_memory_bytes", "peak_gpu_memory_bytes"}
+    left_out |= {"model", "date", "command", "hardware"}
     if dataclasses.is_dataclass(report):
         return {k: untimed(v) for k, v in vars(report).items() if k not in left_out}
     return tuple(map(untimed, report)) if isinstance(report, tuple) else report
