@@ -27,8 +27,6 @@ PARTS: dict[str, tuple[str, dict[str, Any], dict[str, Any], float]] = {
     "all": ("llama", _ALL, {}, 1.0),
     "routers alone stay": ("mixtral", _ALL, {}, 1 - 4 * 64 / (4 * 64 + _ATTENTION + 4 * 3 * 64 * 96)),
     "ignored": ("llama", _ALL, {"ignore": ["*.mlp.*"]}, _ATTENTION / _BLOCK),
-    "not named": ("llama", _ALL | {"targets": ["*.q_proj"]}, {}, 64 * 64 / _BLOCK),
-    "one block": ("llama", _ALL | {"targets": ["*.layers.1.*"]}, {}, 1 / 3),
     "units": ("llama", {"targets": ["*"], "pruner": "wanda", "pattern": "neurons", "sparsity": 0.25}, {},
               3 * 64 * 96 / _BLOCK),
     "head": ("llama", _ALL | {"targets": ["lm_head", "*.q_proj"]}, {}, 64 * 64 / _BLOCK),

@@ -459,8 +459,6 @@ ASKED = {"model": {"path": "model"}, "prune": [MAGNITUDE], "output": "out"}
     [
         ("transformers.PreTrainedConfig.save_pretrained", TypeError("not JSON serializable"),
          "cannot save LlamaForCausalLM to .*: not JSON serializable"),
-        ("transformers.PreTrainedConfig.save_pretrained", ValueError("a parameter of generation"),
-         "cannot save LlamaForCausalLM to .*: a parameter of generation"),
         ("transformers.PreTrainedTokenizerBase.save_pretrained", ValueError("no such template"),
          "cannot save the tokenizer to .*: no such template"),
         ("shutil.copyfile", PermissionError(13, "Permission denied"),

@@ -437,13 +437,6 @@ def test_dropout_drops_other_units_at_every_step() -> None:
     assert len(set(losses)) == 3  # of the same window and, all but, the same weights
 
 
-def test_a_learning_rate_that_is_too_large_is_an_error_that_says_so() -> None:
-    with pytest.raises(
-        CalibrationError, match=r"step \d of fine-tuning: the loss is .*learning_rate 1e\+30 is too large"
-    ):
-        tuned(steps=30, learning_rate=1e30)
-
-
 def test_weights_that_the_last_step_ruined_are_an_error_and_are_not_kept_where_windows_are_held_out() -> None:
     ruined: dict[str, Any] = {"steps": 1, "learning_rate": 1e41, "teacher": "none"}
     with pytest.raises(
