@@ -88,7 +88,7 @@ class Checkpoint:
 
     def at(self, folder: Path) -> Checkpoint:
         """Return a copy with a folder as its location."""
-        return replace(self, location=str(folder), revision=None)
+        return replace(self, location=str(folder), gguf_file=None, revision=None)
 
 
 def find_checkpoint(source: ModelSource) -> Checkpoint:

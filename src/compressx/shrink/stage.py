@@ -91,7 +91,7 @@ class Shrink(Stage):
                 "shrunk": {name: [*numbers] for name, numbers in made.numbers.items()},
             }
             save_shrunk(access, made, state.tokenizer, folder / "model")
-            place = replace(state.checkpoint.at(folder / "model"), gguf_file=None)
+            place = state.checkpoint.at(folder / "model")
             saved, differs = _compare(access, made, place)
             left = {
                 "blocks": {"count": len(made.blocks) + len(plan.dropped), "dropped": [*plan.dropped]},
