@@ -127,7 +127,7 @@ def test_a_training_step_that_processes_cannot_share_or_without_anything_to_hold
 @pytest.mark.parametrize(
     ("setting", "error", "told"),
     [
-        ("reconstruct_block.batch_size=6", RecipeError, "a step of 6 windows cannot be shared by 2 processes"),
+        ("reconstruct_block.batch_size=6", RecipeError, "a step of 6 windows is no whole number of calibration"),
         (
             "calibration.samples=1",
             CalibrationError,
