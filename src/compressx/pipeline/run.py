@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import logging
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
