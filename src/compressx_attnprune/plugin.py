@@ -80,7 +80,7 @@ class AttnPrune:
         self, block: Block, patterns: Mapping[str, Pattern], stats: Mapping[str, Statistic],
         prepared: Mapping[str, _PreparedLayer],
     ) -> dict[str, PruneResult]:  # fmt: skip
-        """Choose both masks and, but in mask mode, the survivors' new values.
+        """Choose both masks and, but in mask mode, the kept weights' new values.
 
         `info` holds, measured on the held-out sequences, `attention_error`, ||P~ - P||_F^2 / ||P||_F^2, and
         `output_error`, the same ratio of *squared* norms for what the attention adds to the residual stream; with

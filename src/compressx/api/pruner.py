@@ -184,7 +184,7 @@ class PruneResult:
 
     Attributes:
         keep: bool [out_features, in_features], True = keep.
-        weight: the surviving weights' new values [out_features, in_features] in any float dtype; None leaves them.
+        weight: the kept weights' new values [out_features, in_features] in any float dtype; None leaves them.
         bias: the bias's new values [out_features], where the linear has one; None leaves them.
         info: figures for the report, such as the damping that was needed. `error`, `error.wanda` and `error.dense`
             are one family, which is drawn over the blocks; the bare name is the pruner's own.
@@ -204,7 +204,7 @@ class PruneResult:
 
 
 class Pruner(Protocol):
-    """Selects which weights of a block survive, and may give the survivors new values."""
+    """Selects which weights of a block are kept, and may give them new values."""
 
     def observe(self, block: Block, name: str) -> Statistic | None:
         """Return a fresh statistic for the linear `name`, or None when no calibration is needed for it."""

@@ -43,7 +43,7 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class ReconstructionReport:
-    """What training a block's survivors did to the error of its output, on calibration text that it did not see.
+    """What training a block's kept weights did to the error of its output, on calibration text that it did not see.
 
     Attributes:
         before: mean over tokens of `numerics.output_error.relative_errors`, channels weighing as the dense model's
@@ -72,7 +72,7 @@ class BlockReport:
         output_error: relative squared change of the block's output by its own pruning, with inputs from the pruned
             blocks before it, and before any reconstruction: the mean over the first tokens of the calibration text,
             which the pruner saw too; None without such text and outside the blocks.
-        reconstruction: what training its survivors did; None when the recipe does not ask for it.
+        reconstruction: what training its kept weights did; None when the recipe does not ask for it.
     """
 
     index: int
@@ -214,7 +214,7 @@ class RunReport:
         versions: of the libraries that decide the result.
         figures: `file`, inside the output folder, and `caption` of each figure that was drawn.
         allocation: how sparsities were chosen; None when the recipe's rules gave their own.
-        finetune: how the survivors were trained; None when they were not.
+        finetune: how the kept weights were trained; None when they were not.
         date: when the report was made, ISO 8601 with the offset from UTC.
         command: that made the run.
         hardware: system, processor, cores, memory and device.

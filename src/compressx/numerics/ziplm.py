@@ -1,4 +1,4 @@
-"""Units chosen by what is lost after the survivors were solved for anew: ZipLM (arXiv 2302.04089), OBS for groups.
+"""Units chosen by what is lost after the kept weights were solved for anew: ZipLM (arXiv 2302.04089), OBS for groups.
 
 With H the Hessian of the inputs of a linear W, removing the columns S of one unit and re-solving the others costs
 tr(W_S (H^-1_SS)^-1 W_S^T) (Kurtic et al. 2022, arXiv 2203.07259, eq. 6), and what is left of W and H^-1 are their Schur

@@ -91,18 +91,25 @@ def make_plan(loaded: LoadedRecipe, plugins: Plugins, skeleton: torch.nn.Module)
     plan = replace(plan, needs_calibration=needed or measures or plan.reconstruct_block is not None)
     if plan.needs_calibration:
         with mistakes.collected(), loaded.at("model"):
-            linked, unused = check_calls(skeleton, architecture)
-            if linked and plan.depth is not None:
-                raise UnsupportedModelError(
-                    f"{type(skeleton).__name__}: its blocks hand on more than hidden states, so none of them can be "
-                    "left out; prune single weights, or neurons"
-                )
-            why = "its block does not call it, so that no input of it can be seen"
-            blind = {x.name: why for x in plan.linears if x.name in unused and x.rule in observing}
-            left = tuple(x for x in plan.linears if x.name not in blind)
-            plan = replace(plan, linears=left, skipped={**plan.skipped, **blind})
+            plan = _without_uncalled(plan, skeleton, architecture, observing)
     mistakes.raise_all()
     return plan
+
+
+def _without_uncalled(
+    plan: Plan, skeleton: torch.nn.Module, architecture: Architecture, observing: set[PlannedRule]
+) -> Plan:
+    """Skip the linears that their block does not call, so that no input of them can be seen."""
+    linked, uncalled = check_calls(skeleton, architecture)
+    if linked and plan.depth is not None:
+        raise UnsupportedModelError(
+            f"{type(skeleton).__name__}: its blocks hand on more than hidden states, so none of them can be left out; "
+            "prune single weights, or neurons"
+        )
+    why = "its block does not call it, so that no input of it can be seen"
+    skipped = {x.name: why for x in plan.linears if x.name in uncalled and x.rule in observing}
+    planned = tuple(x for x in plan.linears if x.name not in skipped)
+    return replace(plan, linears=planned, skipped={**plan.skipped, **skipped})
 
 
 def _matrices(architecture: Architecture, skeleton: torch.nn.Module) -> tuple[int, int]:
