@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 
 from compressx import Block, SequenceSample, Unstructured
-from compressx.blocks.observe import Observed, observe
+from compressx.blocks.observe import SharedStatistic, observe
 from compressx.models.access import InMemory
-from compressx.models.architecture import survey
+from compressx.models.architecture import architecture_of
 from compressx.models.blockwise import advance, capture, each_block, passes
 from compressx.numerics import admm
 from compressx.numerics.least_squares import Metric
@@ -148,12 +148,12 @@ def windows(arguments: argparse.Namespace, tokenizer: Any) -> tuple[Tensor, Tens
 @torch.no_grad()
 def layers(model: torch.nn.Module, calibration: Tensor, evaluation: Tensor) -> Iterator[tuple[int, Block, Tensor]]:
     """Run the dense model block by block; yield each block and the inputs of its queries on all windows."""
-    access, found = InMemory(model), survey(model)
+    access, found = InMemory(model), architecture_of(model)
     states, calls = capture(access, found, [*torch.split(calibration, 8), *torch.split(evaluation, 8)])
     for block, runs in each_block(access, found, calls):
         query = layer.projections_of(block).query
         inputs = SequenceSample(query.linear.in_features)
-        observe(block.linears, {query.name: {"inputs": Observed(inputs)}}, passes(runs, states))
+        observe(block.linears, {query.name: {"inputs": SharedStatistic(inputs)}}, passes(runs, states))
         yield block.index, block, inputs.sequences
         advance(block.fqn, runs, states)
 

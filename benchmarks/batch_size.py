@@ -25,10 +25,10 @@ from torch import Tensor
 
 from compressx.api.pruner import Block
 from compressx.api.statistics import FeatureNorms, Hessian
-from compressx.blocks.observe import Observed, observe
+from compressx.blocks.observe import SharedStatistic, observe
 from compressx.evaluation.token_perplexity import token_perplexity
 from compressx.models.access import InMemory
-from compressx.models.architecture import survey
+from compressx.models.architecture import architecture_of
 from compressx.models.blockwise import capture, each_block, passes, run_around
 from compressx.models.checkpoint import Checkpoint
 from compressx.models.loading import load_model, load_tokenizer
@@ -49,7 +49,7 @@ class Logits(InMemory):
 
     def logits(self, batches: Sequence[Tensor]) -> Iterator[Tensor]:
         """Yield the logits of each batch."""
-        blocks = survey(self.model).blocks
+        blocks = architecture_of(self.model).blocks
         for ids, state in zip(batches, self.states, strict=True):
             yield run_around(self.model, blocks, ids, state).logits
 
@@ -64,14 +64,14 @@ def observed(block: Block, runs: Sequence[Callable[[], Tensor]], statistic: Call
     """Gather a statistic of every linear of a block."""
     observe(
         block.linears,
-        {name: {"selects": Observed(statistic(x.in_features))} for name, x in block.linears.items()},
+        {name: {"selects": SharedStatistic(statistic(x.in_features))} for name, x in block.linears.items()},
         runs,
     )
 
 
 def measured(model: Any, windows: Tensor, index: int, sizes: Sequence[int], rounds: int) -> Mapping[Any, list[Any]]:
     """Return user's and system's seconds of each round, by column and batch size."""
-    access, found = InMemory(model), survey(model)
+    access, found = InMemory(model), architecture_of(model)
     name = [*found.blocks][index]
     entering = {size: capture(access, found, torch.split(windows, size)) for size in sizes}
     times: dict[tuple[str, int], list[tuple[float, float]]] = {}

@@ -28,10 +28,10 @@ from torch import Tensor
 
 from compressx import NM, Block, Hessian, PrunerSpec, Unstructured
 from compressx.blocks.contract import answer_of
-from compressx.blocks.observe import Observed, observe
+from compressx.blocks.observe import SharedStatistic, observe
 from compressx.blocks.select import Stats
 from compressx.models.access import InMemory
-from compressx.models.architecture import survey
+from compressx.models.architecture import architecture_of
 from compressx.models.blockwise import advance, capture, each_block, passes
 from compressx.planning.plan import PlannedRule
 from compressx.plugins.kinds import PRUNER
@@ -66,7 +66,7 @@ def blocks(
     model: torch.nn.Module, texts: Sequence[Tensor], pruners: Sequence[PrunerSpec], indices: Sequence[int] | None
 ) -> Iterator[ObservedBlock]:
     """Run the dense model block by block and yield the selected ones; `texts` are calibration and held-out windows."""
-    access, found = InMemory(model), survey(model)
+    access, found = InMemory(model), architecture_of(model)
     batches = [torch.split(text, 8) for text in texts]
     states, calls = capture(access, found, [x for split in batches for x in split])
     seen = len(batches[0])
@@ -78,11 +78,11 @@ def blocks(
             block, running = replace(whole, calls=whole.calls[:seen]), passes(runs, states)
             linears = block.linears
             wanted: Stats = {
-                n: {SEEN: Observed(Hessian(x.in_features))}
-                | {name: Observed(s) for name, p in built.items() if (s := p.observe(block, n)) is not None}
+                n: {SEEN: SharedStatistic(Hessian(x.in_features))}
+                | {name: SharedStatistic(s) for name, p in built.items() if (s := p.observe(block, n)) is not None}
                 for n, x in linears.items()
             }
-            unseen: Stats = {n: {UNSEEN: Observed(Hessian(x.in_features))} for n, x in linears.items()}
+            unseen: Stats = {n: {UNSEEN: SharedStatistic(Hessian(x.in_features))} for n, x in linears.items()}
             observe(linears, wanted, running[:seen])
             observe(linears, unseen, running[seen:])
             yield ObservedBlock(block, {n: wanted[n] | unseen[n] for n in linears})

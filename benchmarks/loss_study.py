@@ -36,8 +36,8 @@ from compressx.blocks.select import decide, gather, write
 from compressx.data.windows import calibration_windows, token_ids
 from compressx.evaluation.token_perplexity import token_perplexity
 from compressx.models.access import InMemory
-from compressx.models.architecture import survey
-from compressx.models.blockwise import Run, advance, capture, each_block, passes
+from compressx.models.architecture import architecture_of
+from compressx.models.blockwise import BlockRun, advance, capture, each_block, passes
 from compressx.numerics.output_error import channel_weights
 from compressx.numerics.output_error import relative_errors as of_outputs
 from compressx.planning.plan import PlannedRule
@@ -60,7 +60,7 @@ class Dense:
     """A dense block on held-out text."""
 
     block: Block
-    runs: Sequence[Run]
+    runs: Sequence[BlockRun]
     states: Sequence[Tensor]
     inputs: Mapping[str, Sequence[Tensor]]  # of each linear, by batch
     weights: Mapping[str, Tensor]
@@ -110,7 +110,7 @@ class Dense:
 
 
 def watched(
-    block: Block, runs: Sequence[Run], states: Sequence[Tensor]
+    block: Block, runs: Sequence[BlockRun], states: Sequence[Tensor]
 ) -> tuple[list[Tensor], list[Tensor], dict[str, list[Tensor]]]:
     """Run a block; return, for each batch, the outputs of its attention and of itself and the inputs of its linears."""
     attention: list[Tensor] = []
@@ -147,7 +147,7 @@ def restored(block: Block) -> Iterator[None]:
 def study(arguments: argparse.Namespace, done: set[tuple[str, str, str]]) -> Iterator[dict[str, object]]:
     """Yield a row for every pruning that is not done yet."""
     model, tokenizer = load(arguments.model)
-    found, access = survey(model), InMemory(model)
+    found, access = architecture_of(model), InMemory(model)
     ids = token_ids([arguments.text.read_text(encoding="utf-8")], tokenizer)
     drawn = calibration_windows(ids, arguments.samples + arguments.windows, arguments.length, arguments.seed)
     seen, others = drawn[: arguments.samples], drawn[arguments.samples :]

@@ -85,14 +85,14 @@ def rate(dtype: str, size: int = 2048) -> float:
 
 def floor(model: str, dtype: str, method: str, calibration: dict[str, Any]) -> float:
     """Return the seconds of the arithmetic at the rate of large matrix products."""
-    from compressx.models.architecture import survey
+    from compressx.models.architecture import architecture_of
     from compressx.models.checkpoint import Checkpoint
     from compressx.models.loading import load_empty
 
     empty = load_empty(Checkpoint(model))
     config = empty.config
     tokens = calibration["samples"] * calibration["sequence_length"]
-    linears = survey(empty).linears
+    linears = architecture_of(empty).linears
     # Each token attends to half of the others on average, with one product for scores and one for values.
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     attention = 2 * tokens * calibration["sequence_length"] * config.num_attention_heads * head

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.sparse import SparseSemiStructuredTensor, to_sparse_semi_structured
 
 from compressx.evaluation.bench import timed
-from compressx.models.architecture import survey
+from compressx.models.architecture import architecture_of
 from compressx.runtime.errors import UnsupportedModelError
 from compressx.runtime.timing import synchronize
 
@@ -67,7 +67,7 @@ def to_two_four(weight: Tensor) -> None:
 
 def convert(model: Any) -> int:
     """Let a GPU multiply the 2:4 linears in the blocks of a model as such, and return their number."""
-    linears: list[Any] = [x.module for x in survey(model).linears.values()]
+    linears: list[Any] = [x.module for x in architecture_of(model).linears.values()]
     for linear in linears:
         linear.weight = nn.Parameter(to_sparse_semi_structured(linear.weight.detach()), requires_grad=False)
         linear.forward = partial(_by_rows, linear.forward)
@@ -89,7 +89,7 @@ def speeds(
     A CPU multiplies the zeros of the 2:4 one like any number.
     """
     sparse = deepcopy(model)
-    for linear in survey(sparse).linears.values():
+    for linear in architecture_of(sparse).linears.values():
         to_two_four(linear.weight)
     converted = {"dense": 0, "2of4": convert(sparse) if device.type == "cuda" else 0}
     models = {"dense": model, "2of4": sparse}

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from compressx import Block, Unstructured, UnsupportedModelError, find_projections, find_units
 from compressx.api.patterns import UnitKind
-from compressx.models.architecture import survey, text_config
+from compressx.models.architecture import architecture_of, text_config
 from compressx.planning.make import _matrices as matrices
 from compressx.shrink.cuts import RemainingUnits, smaller
 from compressx.testing import TINY_CONFIGS, tiny_model
@@ -31,7 +31,7 @@ def table() -> dict[str, dict[str, str]]:
 
 
 def blocks_of(model: Any) -> list[Block]:
-    found = survey(model)
+    found = architecture_of(model)
     return [
         Block(i, fqn, module, found.inside(fqn), (), text_config(model))
         for i, (fqn, module) in enumerate(found.blocks.items())
@@ -118,6 +118,6 @@ def test_the_shares_of_blocks_that_stay_dense_are_those_of_the_models_in_their_d
     for kind in (*listed, "llama4_text", "jetmoe", "gpt_oss", "mixtral"):
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind))
-        found = survey(model)
+        found = architecture_of(model)
         every, left = matrices(found, model)
         assert round(100 * left / every) == listed.get(kind, 0), kind

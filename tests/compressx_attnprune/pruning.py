@@ -12,7 +12,7 @@ from compressx import NM, FixedMask, Pattern, PruneResult, Unstructured
 from compressx.api.patterns import keep_mask
 from compressx.api.pruner import Block
 from compressx.blocks.contract import answer_of, check_answer
-from compressx.blocks.observe import Observed
+from compressx.blocks.observe import SharedStatistic
 from compressx_attnprune import plugin
 
 SPEC = plugin.compressx_pruners()[0]
@@ -29,18 +29,18 @@ HELD_OUT = 2
 """How many of them are held out: an eighth."""
 
 
-def observed(recorded: blocks.Recorded, pruner: Any) -> dict[str, Observed]:
+def observed(recorded: blocks.Recorded, pruner: Any) -> dict[str, SharedStatistic]:
     """Fill what the pruner asks for, one sample shared by both projections as the host does."""
     names = blocks.targets(recorded.block)
     sample = pruner.observe(recorded.block, names[0])
     assert sample == pruner.observe(recorded.block, names[-1])  # equal when fresh, so the host shares it
     for batch in recorded.x.split(2):
         sample.update(batch)
-    return dict.fromkeys(names, Observed(sample))
+    return dict.fromkeys(names, SharedStatistic(sample))
 
 
 def asked(
-    pruner: Any, block: Block, patterns: Mapping[str, Pattern], stats: Mapping[str, Observed], kept: Any = None
+    pruner: Any, block: Block, patterns: Mapping[str, Pattern], stats: Mapping[str, SharedStatistic], kept: Any = None
 ) -> dict[str, PruneResult]:
     return dict(answer_of(SPEC.name, pruner, block, patterns, stats, kept))
 

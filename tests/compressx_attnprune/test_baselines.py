@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from compressx import NM, Block, FixedMask, Linear, Pattern, Pruner, PruneResult, Unstructured
 from compressx.blocks.contract import answer_of
-from compressx.blocks.observe import Observed
+from compressx.blocks.observe import SharedStatistic
 from compressx_attnprune import baselines
 from compressx_attnprune.attention import Pair
 from compressx_attnprune.baselines import Budget, InputStatistics
@@ -47,7 +47,7 @@ def prune(pruner: Pruner, weights: Pair, x: Tensor, patterns: tuple[Pattern, Pat
         module.weight = nn.Parameter(weight.clone())
         linears[name] = Linear(name, module)
     block = Block(0, "", nn.Module(), linears, (), None)
-    observed = Observed(pruner.observe(block, "q"))
+    observed = SharedStatistic(pruner.observe(block, "q"))
     for batch in x.split(2):
         observed.statistic.update(batch)
     asked = dict(zip(linears, patterns, strict=True))

@@ -14,7 +14,7 @@ from tests.pairs import pairs
 from compressx import NM, Pattern, PrunerSpec, Unstructured
 from compressx.blocks.prune import PrunedBlock, prune_model
 from compressx.models.access import InMemory
-from compressx.models.architecture import survey
+from compressx.models.architecture import architecture_of
 from compressx.planning.plan import Plan, PlannedLinear, PlannedRule
 from compressx.testing import tiny_model, tiny_tokens
 from compressx_attnprune import plugin
@@ -36,7 +36,7 @@ def plan(
     **options: Any,
 ) -> Plan:
     """Plan one rule over all query and key projections; the options are attnprune's, in whichever role it has."""
-    found = survey(model)
+    found = architecture_of(model)
     chosen = SPEC.options(**options)
     rule = PlannedRule(
         0,
@@ -58,7 +58,7 @@ def pruned_weights(
 ) -> tuple[list[PrunedBlock], dict[str, torch.Tensor]]:
     """Prune a model and return what was reported, and the weights that were planned, as they are now."""
     pruned = list(prune_model(InMemory(model), planned, batches))
-    linears = survey(model).linears
+    linears = architecture_of(model).linears
     return pruned, {x.name: linears[x.name].weight.clone() for x in planned.linears}
 
 

@@ -43,7 +43,7 @@ from compressx import (
 )
 from compressx.api.patterns import sparsity_of
 from compressx.api.pruner import Block, Linear
-from compressx.blocks.observe import Observed
+from compressx.blocks.observe import SharedStatistic
 from compressx.blocks.select import write
 from compressx.numerics.obs import NotPositiveDefiniteError, inverse_cholesky, sweep
 from compressx.testing import tiny_tokens
@@ -183,7 +183,7 @@ def test_missing_calibration_is_an_error_that_names_the_layer_and_wrong_targets_
     pruner = SPEC.build(SPEC.options())
     patterns = dict.fromkeys((query, key), HALF)
     for kind in (None, SequenceSample, Hessian):
-        stats = {n: Observed(kind(64)) for n in (query, key) if kind}
+        stats = {n: SharedStatistic(kind(64)) for n in (query, key) if kind}
         with pytest.raises(CalibrationError, match=rf"{query}: attnprune needs calibration sequences"):
             asked(pruner, llama.block, patterns, stats)
     with pytest.raises(CalibrationError, match=rf"{key}: attnprune needs calibration sequences and got none"):
@@ -195,11 +195,11 @@ def test_missing_calibration_is_an_error_that_names_the_layer_and_wrong_targets_
 def test_inputs_of_query_and_key_that_are_equal_in_two_samples_are_as_good_as_one_and_others_are_refused(llama):
     query, key = blocks.targets(llama.block)
     pruner = SPEC.build(SPEC.options())
-    stats = {**observed(llama, pruner), key: Observed(SequenceSample(64))}
+    stats = {**observed(llama, pruner), key: SharedStatistic(SequenceSample(64))}
     stats[key].statistic.update(llama.x)
     results = asked(pruner, llama.block, dict.fromkeys((query, key), HALF), stats)
     assert torch.equal(results[key].weight, prune(llama, HALF)[key].weight)
-    stats = {**observed(llama, pruner), key: Observed(SequenceSample(64))}
+    stats = {**observed(llama, pruner), key: SharedStatistic(SequenceSample(64))}
     stats[key].statistic.update(llama.x + 1)
     with pytest.raises(CalibrationError, match=f"{query} and {key} were handed different inputs"):
         asked(pruner, llama.block, dict.fromkeys((query, key), HALF), stats)

@@ -14,7 +14,7 @@ from tests.compressx_attnprune import blocks
 from tests.compressx_attnprune.pruning import asked
 
 from compressx import PruneResult, SequenceSample, Unstructured
-from compressx.blocks.observe import Observed
+from compressx.blocks.observe import SharedStatistic
 from compressx_attnprune import plugin
 
 LAYER = 3
@@ -45,7 +45,7 @@ def prune(recorded: blocks.Recorded, sparsity: float, **options: Any) -> list[Pr
     sample.update(recorded.x)
     chosen = plugin.AttnPruneOptions(objective="attention-matrix", **options)
     patterns = dict.fromkeys(names, Unstructured(sparsity, "joint"))
-    observed = dict.fromkeys(names, Observed(sample))
+    observed = dict.fromkeys(names, SharedStatistic(sample))
     return list(asked(plugin.AttnPrune(chosen), recorded.block, patterns, observed).values())
 
 

@@ -23,11 +23,11 @@ from compressx.api.patterns import RulePattern
 from compressx.api.pruner import Block, Linear
 from compressx.api.statistics import FeatureNorms
 from compressx.blocks.fisher import divergences, gradients
-from compressx.blocks.observe import Observed, observe, refuse_missed
+from compressx.blocks.observe import SharedStatistic, observe, refuse_missed
 from compressx.blocks.select import Decision, PreparedValues, decide_all, gather, restored, write
 from compressx.models.access import Access
-from compressx.models.architecture import survey
-from compressx.models.blockwise import Keep, Run, advance, capture, each_block, in_memory, passes
+from compressx.models.architecture import architecture_of
+from compressx.models.blockwise import BlockRun, KeepStates, advance, capture, each_block, in_memory, passes
 from compressx.numerics.obs import wanda_scores
 from compressx.planning.plan import PlannedRule
 from compressx.runtime.errors import CalibrationError
@@ -59,7 +59,7 @@ class UnitCurve:
 def measure(
     access: Access, units: Sequence[Unit], seen: Sequence[Tensor], held_out: Sequence[Tensor],
     sparsities: Sequence[float], sensitivities: Mapping[str, Tensor] = MappingProxyType({}),
-    keep: Keep = in_memory, progress: Callable[[int, int], None] = lambda _done, _total: None,
+    keep: KeepStates = in_memory, progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> Iterator[tuple[UnitCurve, ...]]:  # fmt: skip
     """Measure every unit in the decoder blocks. Weights are restored to the bit afterwards, also after an error.
 
@@ -86,7 +86,7 @@ def measure(
     inside = [x for u in units if u.block for x in u.linears]
     pruners = {rule: rule.build() for rule in dict.fromkeys(x.rule for x in inside)}
     blocks = {u.block for u in units if u.block}
-    output_gradients = gradients(access, survey(access.model), blocks, held_out, keep, progress)
+    output_gradients = gradients(access, architecture_of(access.model), blocks, held_out, keep, progress)
     learnt = len(seen)
 
     def visit(dense: _Dense) -> tuple[UnitCurve, ...]:
@@ -116,7 +116,7 @@ def measure(
 
 
 def measure_outliers(
-    access: Access, units: Sequence[Unit], batches: Sequence[Tensor], threshold: float, keep: Keep = in_memory
+    access: Access, units: Sequence[Unit], batches: Sequence[Tensor], threshold: float, keep: KeepStates = in_memory
 ) -> Iterator[tuple[Unit, float]]:
     """Yield every unit in the decoder blocks with the outlier ratio of its linears, on the dense model's stream.
 
@@ -137,7 +137,7 @@ def measure_outliers(
         (unit,) = (u for u in units if u.block == dense.block.fqn)
         linears = {x.name: dense.block.linears[x.name] for x in unit.linears}
         refuse_damage(dense.block.module, dense.block.fqn)
-        norms = {n: {"norms": Observed(FeatureNorms(x.in_features))} for n, x in linears.items()}
+        norms = {n: {"norms": SharedStatistic(FeatureNorms(x.in_features))} for n, x in linears.items()}
         refuse_missed(linears, observe(linears, norms, dense.passes))
         pairs = []
         for name, linear in linears.items():
@@ -155,7 +155,7 @@ class _Dense:
 
     block: Block
     states: Sequence[Tensor]
-    runs: Sequence[Run]
+    runs: Sequence[BlockRun]
     room: Sequence[Tensor]
 
     @cached_property
@@ -171,10 +171,10 @@ class _Dense:
 
 
 def _over_blocks(
-    access: Access, wanted: Collection[str], batches: Sequence[Tensor], visit: Callable[[_Dense], _T], keep: Keep
+    access: Access, wanted: Collection[str], batches: Sequence[Tensor], visit: Callable[[_Dense], _T], keep: KeepStates
 ) -> Iterator[_T]:
     """Run the dense model block by block and yield what `visit` returns for each block that is wanted."""
-    found = survey(access.model)
+    found = architecture_of(access.model)
     states: Sequence[Tensor]
     states, calls = capture(access, found, batches, keep)
     room: Sequence[Tensor] = [keep(torch.empty_like(x)) for x in states]

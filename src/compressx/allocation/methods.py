@@ -14,7 +14,7 @@ from compressx.allocation.measure import measure, measure_outliers
 from compressx.allocation.units import Curve, Unit, cheapest, spread, units_of, zeros_of
 from compressx.api.record import AllocationReport, UnitReport
 from compressx.models.access import Access
-from compressx.models.blockwise import Keep, in_memory
+from compressx.models.blockwise import KeepStates, in_memory
 from compressx.planning.plan import Plan
 from compressx.recipe.sections import (
     OUTLIER_THRESHOLD,
@@ -36,7 +36,7 @@ def allocate(
     batches: Sequence[Tensor],
     sensitivities: Mapping[str, Tensor] = MappingProxyType({}),
     progress: Callable[[int, int, str], None] = lambda _done, _total, _note: None,
-    keep: Keep = in_memory,
+    keep: KeepStates = in_memory,
     remembered: Callable[[Callable[[], Curves]], Curves] = lambda compute: compute(),
     earlier: Mapping[str, Any] = MappingProxyType({}),
     record: Callable[[Mapping[str, Any]], None] = lambda _: None,
@@ -97,7 +97,7 @@ _Details: TypeAlias = Callable[[Unit, float], Mapping[str, Any]]
 
 def _curves(
     access: Access, settings: DivergenceAllocation | AttentionAware, units: Sequence[Unit], batches: Sequence[Tensor],
-    sensitivities: Mapping[str, Tensor], tell: Callable[..., None], keep: Keep,
+    sensitivities: Mapping[str, Tensor], tell: Callable[..., None], keep: KeepStates,
     earlier: Curves, record: Callable[[Curves], None],
 ) -> Curves:  # fmt: skip
     """Measure what each sparsity of each unit costs; no target is in it, so it serves all."""
@@ -137,7 +137,7 @@ def _by_divergence(measured: Curves) -> tuple[_Choose, _Details]:
 
 def _outliers(
     access: Access, settings: OwlAllocation, units: Sequence[Unit], batches: Sequence[Tensor],
-    tell: Callable[[int], None], keep: Keep, earlier: Mapping[str, float],
+    tell: Callable[[int], None], keep: KeepStates, earlier: Mapping[str, float],
     record: Callable[[Mapping[str, float]], None],
 ) -> Mapping[str, float]:  # fmt: skip
     """Measure the outlier ratio of each block."""

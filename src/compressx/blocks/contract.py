@@ -13,7 +13,7 @@ from torch import Tensor
 
 from compressx.api.patterns import FixedMask, Pattern, Structured, competing, count_dropped, of_units
 from compressx.api.pruner import AnyPruner, Block, Linear, PreparingPruner, PruneResult
-from compressx.blocks.observe import Observed
+from compressx.blocks.observe import SharedStatistic
 from compressx.masks.file import MaskEntry
 from compressx.models.access import in_its_dtype, new_weight
 from compressx.numerics.masked import count_in_groups, misplaced_groups
@@ -25,8 +25,8 @@ _Key = TypeVar("_Key")
 
 
 def ask(
-    plugin: str, pruner: AnyPruner, block: Block, patterns: Mapping[str, Pattern], observed: Mapping[str, Observed],
-    kept: dict[Observed, Any] | None = None,
+    plugin: str, pruner: AnyPruner, block: Block, patterns: Mapping[str, Pattern],
+    observed: Mapping[str, SharedStatistic], kept: dict[SharedStatistic, Any] | None = None,
 ) -> Mapping[str, PruneResult]:  # fmt: skip
     """Call a pruner, and refuse an answer that breaks its contract.
 
@@ -257,8 +257,8 @@ def refuse_lost_zeros(block: Block, masks: Mapping[str, MaskEntry]) -> None:
 
 
 def answer_of(
-    plugin: str, pruner: AnyPruner, block: Block, patterns: Mapping[str, Pattern], observed: Mapping[str, Observed],
-    kept: dict[Observed, Any] | None = None,
+    plugin: str, pruner: AnyPruner, block: Block, patterns: Mapping[str, Pattern],
+    observed: Mapping[str, SharedStatistic], kept: dict[SharedStatistic, Any] | None = None,
 ) -> Any:  # fmt: skip
     """Call a pruner's `prune`; what it returns is not looked at. Without `kept` one prepared value is held at a time.
 
@@ -279,8 +279,8 @@ class Prepared(Mapping[str, Any]):
     """
 
     def __init__(
-        self, plugin: str, pruner: PreparingPruner, block: Block, observed: Mapping[str, Observed],
-        kept: dict[Observed, Any] | None = None,
+        self, plugin: str, pruner: PreparingPruner, block: Block, observed: Mapping[str, SharedStatistic],
+        kept: dict[SharedStatistic, Any] | None = None,
     ) -> None:  # fmt: skip
         self._plugin, self._pruner, self._block = plugin, pruner, block
         order = list(dict.fromkeys(observed.values()))

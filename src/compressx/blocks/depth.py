@@ -18,11 +18,11 @@ from compressx.blocks.fisher import groups
 from compressx.blocks.observe import linears_watched
 from compressx.blocks.select import restored
 from compressx.models.access import Access, in_place_of
-from compressx.models.architecture import find_blocks, survey, text_config
-from compressx.models.arithmetic import products_in
+from compressx.models.architecture import architecture_of, find_blocks, text_config
+from compressx.models.arithmetic import matmuls_in
 from compressx.models.blockwise import (
-    Keep,
-    Run,
+    BlockRun,
+    KeepStates,
     advance,
     capture,
     copy_shared_states,
@@ -103,7 +103,7 @@ class Trials:
         self, access: Access, blocks: Sequence[str], batches: Sequence[Tensor], ranks: Ranks = ALONE,
         progress: Callable[[int], None] = lambda _done: None,
     ) -> None:  # fmt: skip
-        self._access, self._found, self._blocks, self._ranks = access, survey(access.model), blocks, ranks
+        self._access, self._found, self._blocks, self._ranks = access, architecture_of(access.model), blocks, ranks
         self._batches, self._progress = batches, progress
         self._left_out = {fqn for fqn in blocks if in_place_of(access, fqn) is None}
         self._unchecked = {*self._left_out}
@@ -184,7 +184,7 @@ class Trials:
     def _logits(self, window: Tensor, state: Tensor) -> Tensor:
         """Return the predictions of one window [1, tokens], at least float32 [tokens, vocabulary]."""
         access = self._access
-        with products_in(access.products, access.model, access.device):
+        with matmuls_in(access.matmul_dtype, access.model, access.device):
             logits: Tensor = run_around(access.model, self._found.blocks, window, state).logits[0]
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
@@ -196,7 +196,7 @@ class _Reached:
     states: Sequence[Tensor]  # that enter the next block
     shared: Sequence[dict[int, Any]]  # copies of the blocks' `shared_states`, by id
 
-    def after(self, access: Access, block: Block, runs: Sequence[Run], *, without: bool) -> _Reached:
+    def after(self, access: Access, block: Block, runs: Sequence[BlockRun], *, without: bool) -> _Reached:
         """Return what they have in common after a block, or where it is dropped, after what takes its place."""
         other = in_place_of(access, block.fqn)
         states, shared = [], [{key: copy.copy(value) for key, value in of.items()} for of in self.shared]
@@ -246,7 +246,7 @@ def decide_whole(block: Block, depth: PlannedDepth, names: Sequence[str]) -> dic
     return results
 
 
-def _refuse_remainder(block: Block, run: Run, state: Tensor) -> None:
+def _refuse_remainder(block: Block, run: BlockRun, state: Tensor) -> None:
     """Refuse a block that is not the identity when all its linears are zero, such as one that ends in a norm."""
     with restored(block.linears.values()) as tensors:
         for x in tensors:
@@ -263,7 +263,7 @@ def _refuse_remainder(block: Block, run: Run, state: Tensor) -> None:
 
 @torch.no_grad()
 def solved_beside(
-    access: Access, plan: Plan, batches: Sequence[Tensor], keep: Keep = in_memory, ranks: Ranks = ALONE
+    access: Access, plan: Plan, batches: Sequence[Tensor], keep: KeepStates = in_memory, ranks: Ranks = ALONE
 ) -> dict[str, tuple[Tensor, float]]:
     """Solve the linear that ends each block before blocks that go, so that it adds what they would have added.
 
@@ -284,7 +284,7 @@ def solved_beside(
         it or with experts; nor of models whose blocks hand one another keys and values.
     """
     assert plan.depth is not None  # noqa: S101 - the caller has asked
-    found, dropped = survey(access.model), {*plan.dropped}
+    found, dropped = architecture_of(access.model), {*plan.dropped}
     mine = {x.name for x in plan.linears if x.rule == plan.depth.rule and x.block not in dropped}
     dense, calls = capture(access, found, batches, keep)
     if any(map(shared_states, chain(*calls.values()))):
@@ -294,7 +294,7 @@ def solved_beside(
     entered = [keep(torch.empty_like(x)) for x in dense]
     numbers = [order.index(fqn) for fqn in dropped]
     first, last = min(numbers), max(numbers)
-    previous: tuple[Block, list[Run]] | None = None
+    previous: tuple[Block, list[BlockRun]] | None = None
     for block, runs in each_block(access, found, calls, order[: last + 1]):
         if block.index == max(first - 1, 0):  # up to here nothing is missing
             left = [keep(x.clone()) for x in dense]
@@ -320,7 +320,7 @@ _ROUNDING = 0.05
 
 
 def _solved(
-    access: Access, block: Block, runs: Sequence[Run], names: Collection[str], entered: Sequence[Tensor],
+    access: Access, block: Block, runs: Sequence[BlockRun], names: Collection[str], entered: Sequence[Tensor],
     wanted: Sequence[Tensor], left: Sequence[Tensor], ranks: Ranks,
 ) -> dict[str, tuple[Tensor, float]]:  # fmt: skip
     """Solve a block's last linear, and advance `left` to what the block then gives; nothing where it has none."""

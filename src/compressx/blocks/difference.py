@@ -15,7 +15,7 @@ import torch
 
 from compressx.api.patterns import Structured
 from compressx.models.access import weights_fingerprint
-from compressx.models.architecture import find_blocks, survey
+from compressx.models.architecture import architecture_of, find_blocks
 from compressx.models.checkpoint import Checkpoint, find_checkpoint, local_folder
 from compressx.models.export import refuse_overwriting
 from compressx.models.loading import dtype_of, load_skeleton
@@ -135,7 +135,7 @@ def _kept(model: torch.nn.Module, plan: Plan, glob: str) -> list[str]:
     pruned = {f"{x.name}.weight" for x in plan.linears}
     every = [name for name, _ in model.named_parameters()]
     names = [name for name in every if matches(glob, name)]
-    experts = {n for n, x in survey(model).linears.items() if x.expert is not None}
+    experts = {n for n, x in architecture_of(model).linears.items() if x.expert is not None}
     taken = [name for name in names if name in pruned or any(n.startswith(f"{name}.") for n in experts)]
     if taken or not names:
         raise RecipeError(

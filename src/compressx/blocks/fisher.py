@@ -24,8 +24,8 @@ from compressx.api.pruner import Linear
 from compressx.blocks.observe import linears_watched
 from compressx.models.access import Access
 from compressx.models.architecture import Architecture, text_config
-from compressx.models.arithmetic import products_in
-from compressx.models.blockwise import BlockwiseBackward, Keep, capture, each_block, in_memory, run_around
+from compressx.models.arithmetic import matmuls_in
+from compressx.models.blockwise import BlockwiseBackward, KeepStates, capture, each_block, in_memory, run_around
 from compressx.models.shards import OUTSIDE
 from compressx.models.streaming import StreamedModel, free_memory, local_processes
 from compressx.numerics.output_error import shares_of
@@ -108,8 +108,8 @@ def fisher_diagonal(
 
 
 def gradients(
-    access: Access, found: Architecture, wanted: Collection[str], batches: Sequence[Tensor], keep: Keep = in_memory,
-    progress: Callable[[int, int], None] = lambda _done, _total: None,
+    access: Access, found: Architecture, wanted: Collection[str], batches: Sequence[Tensor],
+    keep: KeepStates = in_memory, progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> dict[str, list[Tensor]]:  # fmt: skip
     """Return the gradients of the same loss with respect to the outputs of some blocks.
 
@@ -278,7 +278,7 @@ def _of_likelihood(
     for window, hidden in zip(torch.split(ids, 1), torch.split(state, 1), strict=True):
         x = hidden.detach().requires_grad_(True)
         with torch.enable_grad():
-            with products_in(access.products, model, access.device):
+            with matmuls_in(access.matmul_dtype, model, access.device):
                 logits = run_around(model, blocks, window, x).logits[0]
             logits = logits.float()
             if not all_finite(logits.detach()):

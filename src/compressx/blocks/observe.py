@@ -19,16 +19,16 @@ from compressx.models.arithmetic import original
 from compressx.runtime.errors import CalibrationError, PluginError, UnsupportedModelError, blamed_on
 from compressx.runtime.finite import first_damaged
 
-Take: TypeAlias = Callable[[str, Tensor], None]
+Hook: TypeAlias = Callable[[str, Tensor], None]
 """Called with a linear's name and [batch, tokens, features], or [tokens, features] behind a router."""
 
-_PRODUCTS = (nn.functional.linear, Tensor.__matmul__, Tensor.matmul, torch.matmul, torch.bmm, Tensor.bmm)
+_MATMULS = (nn.functional.linear, Tensor.__matmul__, Tensor.matmul, torch.matmul, torch.bmm, Tensor.bmm)
 """By which experts multiply."""
 
 
 @dataclass(frozen=True, eq=False)
-class Observed:
-    """A statistic. Linears that share it hold one `Observed`, which is the key to what they share.
+class SharedStatistic:
+    """A statistic. Linears that share it hold one `SharedStatistic`, which is the key to what they share.
 
     Attributes:
         statistic: what takes in the inputs.
@@ -43,13 +43,13 @@ class Observed:
 
 def observe(
     linears: Mapping[str, Linear],
-    wanted: dict[str, dict[str, Observed]],
+    wanted: dict[str, dict[str, SharedStatistic]],
     passes: Sequence[Callable[[], Any]],
 ) -> set[str]:
     """Run a block and fill the statistics that its linears' pruners asked for.
 
     Linears that are handed the same tensor (query, key and value; gate and up) share every statistic that compares
-    equal: `wanted` is updated in place so that they hold one `Observed`.
+    equal: `wanted` is updated in place so that they hold one `SharedStatistic`.
 
     Args:
         linears: by name.
@@ -136,14 +136,14 @@ class _AllObservedError(Exception):
 class _Feed:
     """Hands each input to the statistics of its linear, once for all linears that share both."""
 
-    def __init__(self, wanted: dict[str, dict[str, Observed]], weights: Callable[[str, int], Tensor]) -> None:
+    def __init__(self, wanted: dict[str, dict[str, SharedStatistic]], weights: Callable[[str, int], Tensor]) -> None:
         self.wanted = wanted
         self.weights = weights  # of the router, for the tokens that an expert's linear is given
         self.reached: set[str] = set()
         self.followers: set[tuple[str, str]] = set()  # by linear and role: whose statistic is another linear's
         # Of the batch that is running: each distinct input, the first linear that it came to, and the statistics that
         # have taken it in. Inputs are held so that no two are ever one address.
-        self.batch: list[tuple[str, Tensor, list[Observed]]] = []
+        self.batch: list[tuple[str, Tensor, list[SharedStatistic]]] = []
         self.calls: list[str] = []  # of the batch that is running
         self.once = False  # whether every linear was called exactly once in the batch before
 
@@ -216,7 +216,7 @@ def _ignore(_name: str, _x: Tensor) -> None: ...
 
 
 @contextmanager
-def linears_watched(linears: Mapping[str, Linear], before: Take = _ignore, after: Take = _ignore) -> Iterator[None]:
+def linears_watched(linears: Mapping[str, Linear], before: Hook = _ignore, after: Hook = _ignore) -> Iterator[None]:
     """Inside the `with`, call `before` with each linear's name and input, and `after` with its name and output."""
     with ExitStack() as hooks:
         for name, module in ((n, x.module) for n, x in linears.items() if x.expert is None):
@@ -232,12 +232,12 @@ def linears_watched(linears: Mapping[str, Linear], before: Take = _ignore, after
         yield
 
 
-def _hand_input(take: Take, name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    take(name, args[0] if args else next(iter(kwargs.values())))
+def _hand_input(hook: Hook, name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    hook(name, args[0] if args else next(iter(kwargs.values())))
 
 
-def _hand_output(take: Take, name: str, _: nn.Module, _args: Any, output: Tensor) -> None:
-    take(name, output)
+def _hand_output(hook: Hook, name: str, _: nn.Module, _args: Any, output: Tensor) -> None:
+    hook(name, output)
 
 
 @contextmanager
@@ -277,7 +277,7 @@ def routing_watched(linears: Mapping[str, Linear]) -> Iterator[Callable[[str, in
 
 
 @contextmanager
-def _uncalled_watched(linears: Mapping[str, Linear], before: Take = _ignore, after: Take = _ignore) -> Iterator[None]:
+def _uncalled_watched(linears: Mapping[str, Linear], before: Hook = _ignore, after: Hook = _ignore) -> Iterator[None]:
     """Watch the products `weight @ x`, x [batch, features, tokens], of modules that are there for their weight alone.
 
     Mamba's `dt_proj` is one: it has no hooks, since it is not called.
@@ -287,7 +287,7 @@ def _uncalled_watched(linears: Mapping[str, Linear], before: Take = _ignore, aft
     class Watch(TorchFunctionMode):
         def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             output = function(*args, **(kwargs or {}))
-            name = name_at.get(original(args[0]).data_ptr()) if function in _PRODUCTS else None
+            name = name_at.get(original(args[0]).data_ptr()) if function in _MATMULS else None
             if name is None:
                 return output
             before(name, args[1].mT)
@@ -299,7 +299,7 @@ def _uncalled_watched(linears: Mapping[str, Linear], before: Take = _ignore, aft
 
 
 @contextmanager
-def _experts_watched(linears: Mapping[str, Linear], before: Take, after: Take) -> Iterator[None]:
+def _experts_watched(linears: Mapping[str, Linear], before: Hook, after: Hook) -> Iterator[None]:
     """Watch the products with fused expert parameters by transformers' eager implementation."""
     experts = [linear for linear in linears.values() if linear.expert is not None]
     configs = {id(c): c for linear in experts if (c := getattr(linear.module, "config", None)) is not None}
@@ -307,21 +307,21 @@ def _experts_watched(linears: Mapping[str, Linear], before: Take, after: Take) -
     try:
         for config in configs.values():
             config._experts_implementation = "eager"
-        with _Products(experts, before, after):
+        with _ExpertMatmuls(experts, before, after):
             yield
     finally:
         for key, config in configs.items():
             config._experts_implementation = implementations[key]
 
 
-class _Products(TorchFunctionMode):
+class _ExpertMatmuls(TorchFunctionMode):
     """Hands on what experts multiply and what comes out: they are not modules, so they have no hooks.
 
     Nearly all multiply by one slice of a parameter at a time, whose address identifies the expert. Llama 4 multiplies
     all tokens by all experts at once, after it multiplied them by the router's score: 0 of those that are not sent.
     """
 
-    def __init__(self, experts: Collection[Linear], before: Take, after: Take) -> None:
+    def __init__(self, experts: Collection[Linear], before: Hook, after: Hook) -> None:
         super().__init__()
         self.before, self.after = before, after
         self.name_at = {linear.held.data_ptr(): linear.name for linear in experts}
@@ -331,7 +331,7 @@ class _Products(TorchFunctionMode):
         self.sent: dict[nn.Module, Tensor] = {}  # bool [experts, tokens]
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        address = original(args[1]).data_ptr() if function in _PRODUCTS and len(args) > 1 else -1
+        address = original(args[1]).data_ptr() if function in _MATMULS and len(args) > 1 else -1
         name, whole = self.name_at.get(address), self.whole_at.get(address)
         if whole is not None and args[0].dim() == 3 and len(args[0]) == len(args[1]):
             return self._each(*whole, args[0], function(*args, **(kwargs or {})))
@@ -349,9 +349,9 @@ class _Products(TorchFunctionMode):
         sent = self.sent[module]
         counts = sent.sum(dim=1).tolist()
         given, gave = (torch.split(part[sent], counts) for part in (x, output))
-        for take, parts in ((self.before, given), (self.after, gave)):
+        for hook, parts in ((self.before, given), (self.after, gave)):
             for expert, tokens in enumerate(parts):
                 if (name := self.names.get((module, parameter, expert))) and len(tokens):
-                    take(name, tokens)
+                    hook(name, tokens)
         # So that gradients with respect to the parts, which `after` may ask for, are those of the output.
         return output.masked_scatter(sent[..., None], torch.cat(gave)) if output.requires_grad else output

@@ -25,11 +25,11 @@ from compressx.blocks.fisher import FisherDiagonal
 from compressx.blocks.select import Built, ByRule, Decision, decide_all, gather, write
 from compressx.masks.file import MaskEntry, WeightHashes
 from compressx.models.access import Access, differences, in_place_of
-from compressx.models.architecture import Architecture, survey, text_config
+from compressx.models.architecture import Architecture, architecture_of, text_config
 from compressx.models.blockwise import (
+    BlockRun,
     HiddenStates,
-    Keep,
-    Run,
+    KeepStates,
     advance,
     capture,
     copy_shared_states,
@@ -68,7 +68,7 @@ class PrunedBlock:
 
 def prune_model(
     access: Access, plan: Plan, batches: Sequence[Tensor], finished: tuple[str, HiddenStates] | None = None,
-    keep: Keep = in_memory, ranks: Ranks = ALONE, fisher: FisherDiagonal | None = None,
+    keep: KeepStates = in_memory, ranks: Ranks = ALONE, fisher: FisherDiagonal | None = None,
 ) -> Iterator[PrunedBlock]:  # fmt: skip
     """Prune a model in place, block by block.
 
@@ -91,7 +91,7 @@ def prune_model(
         PluginError: a pruner that returns an invalid result; the message names the pruner and the layer.
         UnsupportedModelError: a model whose blocks cannot be run one at a time, or whose activations are not finite.
     """
-    found = survey(access.model)
+    found = architecture_of(access.model)
     batches = [ids.to(access.device) for ids in batches] if plan.needs_calibration else []
     streams, calls = _entering(access, found, plan, batches, finished, keep)
     order = [*found.blocks, OUTSIDE]
@@ -120,7 +120,7 @@ def _entering(
     plan: Plan,
     batches: Sequence[Tensor],
     finished: tuple[str, HiddenStates] | None,
-    keep: Keep,
+    keep: KeepStates,
 ) -> tuple[HiddenStates, Mapping[str, Sequence[BlockCall]]]:
     """Return the inputs of the first unfinished block, and the arguments of every block."""
     if finished is not None:  # the inputs of the first block are not needed
@@ -167,7 +167,7 @@ class _Pruning:
     dense: Mapping[str, Sequence[BlockCall]]
 
     @torch.no_grad()
-    def inside(self, block: Block, runs: Sequence[Run], streams: HiddenStates, started: float) -> PrunedBlock:
+    def inside(self, block: Block, runs: Sequence[BlockRun], streams: HiddenStates, started: float) -> PrunedBlock:
         """Prune and reconstruct a decoder block if the plan does, and advance the streams."""
         block = replace(block, sensitivities=self.fisher.linears)
         if self.plan.streams > 1:

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map_only
 from compressx.api.patterns import FixedMask, Pattern, RulePattern
 from compressx.api.pruner import AnyPruner, Block, Linear, PruneResult, statistic_of
 from compressx.blocks.contract import ask
-from compressx.blocks.observe import Observed, is_routed, observe, refuse_missed
+from compressx.blocks.observe import SharedStatistic, is_routed, observe, refuse_missed
 from compressx.models.access import new_weight
 from compressx.planning.plan import PlannedRule
 from compressx.runtime.errors import UnsupportedModelError, memory_named
@@ -34,10 +34,10 @@ Built: TypeAlias = Mapping[PlannedRule, tuple[AnyPruner, AnyPruner | None]]
 ByRule: TypeAlias = Mapping[PlannedRule, Mapping[str, RulePattern]]
 """What each of a rule's linears in one block has to become, by name."""
 
-Stats: TypeAlias = dict[str, dict[str, Observed]]
+Stats: TypeAlias = dict[str, dict[str, SharedStatistic]]
 """What the pruners of a block observed, by linear name, then by the role that asked."""
 
-PreparedValues: TypeAlias = dict[tuple[PlannedRule, str], dict[Observed, Any]]
+PreparedValues: TypeAlias = dict[tuple[PlannedRule, str], dict[SharedStatistic, Any]]
 """What the pruners of a block have prepared, by rule and role, kept for when they are asked again."""
 
 _ROLES = ("selects", "reconstructs")
@@ -83,7 +83,7 @@ def gather(
             for role, plugin, pruner in both:
                 fresh = partial(statistic_of, plugin, pruner, block, name)
                 if (statistic := fresh()) is not None:
-                    wanted[name][role] = Observed(statistic, plugin, fresh)
+                    wanted[name][role] = SharedStatistic(statistic, plugin, fresh)
     if before:
         _place_after(wanted, before)
     with memory_named(f"statistics of {block.fqn}"):
@@ -106,7 +106,7 @@ def _place_after(wanted: Stats, sequences: int) -> None:
 
 def _combine(block: Block, wanted: Stats, ranks: Ranks) -> None:
     """Replace every statistic by that of all processes."""
-    holders: dict[Observed, list[tuple[str, str]]] = {}
+    holders: dict[SharedStatistic, list[tuple[str, str]]] = {}
     for name, stats in wanted.items():
         for role, observed in stats.items():
             holders.setdefault(observed, []).append((name, role))
@@ -122,7 +122,7 @@ def _combine(block: Block, wanted: Stats, ranks: Ranks) -> None:
             wanted[name][role] = merged
 
 
-def combined(ranks: Ranks, observed: Observed) -> Observed:
+def combined(ranks: Ranks, observed: SharedStatistic) -> SharedStatistic:
     """Return a statistic of all processes.
 
     Sums are added in float64, so that the number of processes hardly affects them, and written into this process's

@@ -15,7 +15,7 @@ from compressx.blocks.depth import choose_blocks, refuse_needed, solved_beside
 from compressx.blocks.difference import in_config
 from compressx.blocks.fisher import FisherDiagonal, fisher_diagonal
 from compressx.blocks.prune import hold_routers, prune_model
-from compressx.models.architecture import survey, text_config
+from compressx.models.architecture import architecture_of, text_config
 from compressx.models.blockwise import HiddenStates
 from compressx.planning.plan import Plan
 from compressx.report import figures
@@ -80,7 +80,7 @@ class Sensitivities(Stage):
             return
         state.report_progress("calibrate", 0, 1)
         state.sensitivities = fisher_diagonal(
-            state.calibrated, survey(state.access.model), plan.sensitive, state.mine, state.ranks,
+            state.calibrated, architecture_of(state.access.model), plan.sensitive, state.mine, state.ranks,
             progress=lambda i, n: state.report_progress("calibrate", i, n),
         )  # fmt: skip
 
@@ -156,7 +156,7 @@ def _describe(state: RunState) -> None:
 
 def _hold_finished_routers(state: RunState) -> None:
     """Let the routers of finished blocks leave out the experts that are dropped."""
-    found, config = survey(state.access.model), text_config(state.access.model)
+    found, config = architecture_of(state.access.model), text_config(state.access.model)
     for index, (fqn, module) in enumerate(found.blocks.items()):
         if fqn in state.store.finished:
             masks = {name: entry.keep for name, entry in state.store.masks_of(fqn).items()}

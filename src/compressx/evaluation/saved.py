@@ -22,7 +22,7 @@ from compressx.evaluation.evaluators import (
 )
 from compressx.masks.maskset import MaskSet
 from compressx.models.access import Access, Device, device_for
-from compressx.models.architecture import find_blocks, survey
+from compressx.models.architecture import architecture_of, find_blocks
 from compressx.models.checkpoint import find_checkpoint, keep_settings, local_folder
 from compressx.models.export import SETTINGS, left_out, output_folder
 from compressx.models.loading import load_model, load_skeleton, load_tokenizer
@@ -255,5 +255,5 @@ def apply_masks(masks: Path, source: ModelSource, output: Path, *, original: boo
         with os_errors_named("copy", masks):
             shutil.copyfile(masks, folder / "masks.safetensors")
     return Applied(
-        len(loaded), len({*survey(model).linears, *loaded}), before, "zero" if base is None else "the base's"
+        len(loaded), len({*architecture_of(model).linears, *loaded}), before, "zero" if base is None else "the base's"
     )

@@ -14,7 +14,7 @@ from torch import Tensor
 from compressx.masks.file import MaskEntry, misfit, read_masks
 from compressx.masks.maskset import shrunk_note
 from compressx.models.access import Access, differences
-from compressx.models.architecture import survey
+from compressx.models.architecture import architecture_of
 from compressx.models.checkpoint import find_checkpoint
 from compressx.models.packed_folder import Sizes, is_packed, packed_sizes
 from compressx.models.shards import OUTSIDE
@@ -154,7 +154,7 @@ def inspect_model(
         beside = [path, *([above] if path.resolve().name == "model" else [])]
         masks = next((p / "masks.safetensors" for p in beside if (p / "masks.safetensors").is_file()), None)
     entries = {} if masks is None else read_masks(masks)
-    here = survey(access.model)
+    here = architecture_of(access.model)
     known = {**here.linears, **here.outside}
     for name, entry in entries.items():
         wrong = f"it has a mask for {name}, which {names[0]} does not have"
@@ -172,7 +172,8 @@ def inspect_model(
 def _refuse_other_linears(access: Access, names: Sequence[str]) -> None:
     """Refuse a base with other linears in its blocks."""
     assert access.base is not None  # noqa: S101 - the caller has asked
-    here, there = ({n: [*x.held.shape] for n, x in survey(a.model).linears.items()} for a in (access, access.base))
+    found = [architecture_of(x.model).linears for x in (access, access.base)]
+    here, there = ({n: [*x.held.shape] for n, x in linears.items()} for linears in found)
     if odd := next((n for n in (*here, *there) if here.get(n) != there.get(n)), None):
         raise ArtifactError(
             f"{names[1]}: {odd} is {there.get(odd, 'missing')}, and {here.get(odd, 'missing')} in {names[0]}; expected "
@@ -185,7 +186,7 @@ def _inspected(
     access: Access, names: Sequence[str], entries: Mapping[str, MaskEntry], progress: Callable[[str], None]
 ) -> Iterator[Inspected]:
     """Inspect every linear in the blocks, and those outside that have a mask."""
-    surveyed = survey(access.model)
+    surveyed = architecture_of(access.model)
     for fqn in (*surveyed.blocks, OUTSIDE):
         progress(fqn)
         inside = {n: x for n, x in surveyed.outside.items() if n in entries} if fqn == OUTSIDE else surveyed.inside(fqn)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from compressx.api.pruner import Linear
 from compressx.models import shards
-from compressx.models.architecture import find_blocks, survey
+from compressx.models.architecture import architecture_of, find_blocks
 from compressx.models.shards import OUTSIDE, save_model
 from compressx.numerics.masked import zeroed
 from compressx.runtime.errors import ArtifactError, CompressxError
@@ -98,7 +98,7 @@ class Access(Protocol):
         """Device of materialised weights."""
 
     @property
-    def products(self) -> torch.dtype | None:
+    def matmul_dtype(self) -> torch.dtype | None:
         """Dtype of matrix products while blocks are run one at a time; None: that of the weights."""
 
     @property
@@ -149,7 +149,7 @@ class InMemory:
     """A model with all weights in memory."""
 
     model: Any
-    products: torch.dtype | None = None
+    matmul_dtype: torch.dtype | None = None
     base: Access | None = None
     _behind: WriteBehind = field(default_factory=WriteBehind)
 
@@ -203,7 +203,7 @@ def differences(access: Access, fqn: str, linears: Mapping[str, Linear]) -> Iter
         yield {**linears}
         return
     with access.base.materialise(fqn):
-        found = survey(access.base.model)
+        found = architecture_of(access.base.model)
         based = {name: x.held for name, x in {**found.linears, **found.outside}.items()}
         for name, linear in linears.items():
             if name not in based or based[name].shape != linear.held.shape:

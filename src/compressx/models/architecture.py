@@ -59,7 +59,7 @@ class Architecture:
         return next((fqn for fqn in self.blocks if name.startswith(f"{fqn}.")), "")
 
 
-def survey(model: nn.Module) -> Architecture:
+def architecture_of(model: nn.Module) -> Architecture:
     """Find a model's decoder blocks, prunable linears, and every other module with a matrix; also on `meta`."""
     blocks = find_blocks(model)
     linears: dict[str, Linear] = {}

@@ -33,7 +33,7 @@ _ROUNDS = 5
 """Of the measured products, which take milliseconds."""
 
 _NARROW = (torch.bfloat16, torch.float16)
-_PRODUCTS = {
+_MATMULS = {
     getattr(owner, name)
     for owner, names in {
         functional: ("linear", "scaled_dot_product_attention", "grouped_mm"),
@@ -102,7 +102,7 @@ def rates(device: torch.device) -> Mapping[str, float]:
     return {name: 2 * rows * 1024**2 / taken for name, taken in seconds.items()}
 
 
-def products_in(
+def matmuls_in(
     dtype: torch.dtype | None, part: nn.Module, device: torch.device, *, cache: bool = False
 ) -> AbstractContextManager[Any]:
     """Return a context in which a model, or a part of one, multiplies in a dtype.
@@ -149,7 +149,7 @@ class _ConvertedProducts(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if function not in _PRODUCTS or kwargs.get("out_dtype") not in {None, *_NARROW}:
+        if function not in _MATMULS or kwargs.get("out_dtype") not in {None, *_NARROW}:
             return function(*args, **kwargs)
         narrow = next((x.dtype for x in _tensors((args, *kwargs.values())) if x.dtype in _NARROW), None)
         if narrow is None:

@@ -29,14 +29,14 @@ from torch.overrides import TorchFunctionMode
 from compressx.api.pruner import Block, BlockCall, Linear
 from compressx.models.access import Access, differences, read_ahead
 from compressx.models.architecture import Architecture, text_config
-from compressx.models.arithmetic import products_in
+from compressx.models.arithmetic import matmuls_in
 from compressx.models.shards import OUTSIDE
 from compressx.runtime.errors import UnsupportedModelError
 from compressx.runtime.files import os_errors_named
 from compressx.runtime.finite import first_damaged, looks_finite, not_finite
 from compressx.runtime.transfer import to_device, to_host, written_behind
 
-Keep: TypeAlias = Callable[[Tensor], Tensor]
+KeepStates: TypeAlias = Callable[[Tensor], Tensor]
 """Stores the hidden states of one batch; returns a persistent, writable tensor of the same values."""
 
 
@@ -65,7 +65,7 @@ def in_memory(states: Tensor) -> Tensor:
 
 
 @dataclass
-class InFiles:
+class StateFiles:
     """Keeps each batch in a memory-mapped file, so that the kernel can evict its pages.
 
     Attributes:
@@ -162,7 +162,7 @@ class _AllBlocksReachedError(Exception):
 
 
 def capture_calls(
-    model: Callable[..., Any], blocks: Mapping[str, nn.Module], batches: Sequence[Tensor], keep: Keep = in_memory
+    model: Callable[..., Any], blocks: Mapping[str, nn.Module], batches: Sequence[Tensor], keep: KeepStates = in_memory
 ) -> tuple[list[Tensor], dict[str, list[BlockCall]]]:
     """Record the hidden states before the first block, and each block's further arguments.
 
@@ -473,7 +473,7 @@ class BlockwiseBackward:
 
 
 @dataclass(frozen=True, eq=False)
-class Run:
+class BlockRun:
     """Runs a block, with its current weights, on the hidden states of one batch; changes the `shared_states`.
 
     Attributes:
@@ -488,16 +488,16 @@ class Run:
 
     def __call__(self, state: Tensor) -> Tensor:
         """Return the output of the block; both [batch, tokens, width], on any device."""
-        with products_in(self.access.products, self.module, self.access.device):
+        with matmuls_in(self.access.matmul_dtype, self.module, self.access.device):
             return replay(self.module, to_device(state, self.access.device), self.call)
 
     def isolated(self, state: Tensor) -> Tensor:
         """Return the output, and leave `shared_states` as they are."""
-        return Run(self.module, self.access, copy_shared_states(self.call))(state)
+        return BlockRun(self.module, self.access, copy_shared_states(self.call))(state)
 
 
 def capture(
-    access: Access, found: Architecture, batches: Sequence[Tensor], keep: Keep = in_memory
+    access: Access, found: Architecture, batches: Sequence[Tensor], keep: KeepStates = in_memory
 ) -> tuple[list[Tensor], dict[str, list[BlockCall]]]:
     """Return the hidden states before the first block and the arguments of every block (see `capture_calls`)."""
     if not batches:
@@ -508,7 +508,7 @@ def capture(
 
 def each_block(
     access: Access, found: Architecture, calls: Mapping[str, Sequence[BlockCall]], names: Iterable[str] | None = None
-) -> Iterator[tuple[Block, list[Run]]]:
+) -> Iterator[tuple[Block, list[BlockRun]]]:
     """Yield the decoder blocks `names` (None: all), and for each batch a function that runs them.
 
     Its weights are loaded until the next iteration. `calls` are the arguments of each block,
@@ -523,15 +523,15 @@ def each_block(
             if following is not None:
                 read_ahead(access, following)
             block = Block(order.index(fqn), fqn, module, linears, tuple(calls[fqn]), config)
-            yield block, [Run(module, access, call) for call in calls[fqn]]
+            yield block, [BlockRun(module, access, call) for call in calls[fqn]]
 
 
-def passes(runs: Sequence[Run], states: Sequence[Tensor]) -> list[Callable[[], Tensor]]:
+def passes(runs: Sequence[BlockRun], states: Sequence[Tensor]) -> list[Callable[[], Tensor]]:
     """Bind each batch's hidden states to its run of a block, which leaves `shared_states` as they are."""
     return [partial(run.isolated, state) for run, state in zip(runs, states, strict=True)]
 
 
-def advance(fqn: str, runs: Sequence[Run], states: Sequence[Tensor], into: Sequence[Tensor] | None = None) -> None:
+def advance(fqn: str, runs: Sequence[BlockRun], states: Sequence[Tensor], into: Sequence[Tensor] | None = None) -> None:
     """Replace a block's input by its output, and change the `shared_states`.
 
     Args:

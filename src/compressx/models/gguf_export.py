@@ -29,7 +29,7 @@ from compressx.api.projections import head_size
 from compressx.api.pruner import Block
 from compressx.models import gguf_header, gguf_settings
 from compressx.models.access import Access
-from compressx.models.architecture import find_blocks, survey, text_config
+from compressx.models.architecture import architecture_of, find_blocks, text_config
 from compressx.models.checkpoint import Checkpoint, find_local
 from compressx.models.gguf_tokenizer import own_tokenizer
 from compressx.models.loading import load_skeleton
@@ -214,7 +214,7 @@ def kept_blocks(access: Access, template: TemplateGguf) -> tuple[str, list[_Kept
     Returns:
         The architecture of the file: the template's, or `deci` where blocks differ; and the blocks that are left.
     """
-    known, every, architecture = survey(access.model), {}, template.architecture
+    known, every, architecture = architecture_of(access.model), {}, template.architecture
     if template.of_each_block:
         return architecture, [_KeptBlock(fqn) for fqn in known.blocks]
     kinds: tuple[UnitKind, ...] = ("neurons", "kv-groups") if architecture in FEWER_HEADS else ("neurons",)
@@ -404,7 +404,7 @@ class _FileLayout:
 
     def written(self, blocks: Sequence[_KeptBlock], kind: str) -> list[_Written]:
         """List the file's tensors, those of the blocks at its end, block by block."""
-        numbers = [*survey(self.model).blocks]
+        numbers = [*architecture_of(self.model).blocks]
         kept = {numbers.index(x.fqn): (i, x) for i, x in enumerate(blocks)}
         found: dict[int, list[_Written]] = defaultdict(list)
         copied = (name for name in self.template.shapes if name.startswith("rope_f"))

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from compressx.models import shards
 from compressx.models.access import Access, InMemory, WriteBehind, block_file
-from compressx.models.architecture import find_blocks, survey, text_config
-from compressx.models.blockwise import InFiles, capture, each_block, in_memory, run_around
+from compressx.models.architecture import architecture_of, find_blocks, text_config
+from compressx.models.blockwise import StateFiles, capture, each_block, in_memory, run_around
 from compressx.models.checkpoint import Checkpoint, find_checkpoint, local_folder
 from compressx.models.loading import load_empty, load_model, load_offloaded, untie_own_head
 from compressx.models.shards import OUTSIDE, Shards, save_model
@@ -75,7 +75,7 @@ class StreamedModel:
         blocks: its decoder blocks by fully qualified name.
         source: files of the weights of each block and of `OUTSIDE`; `write` changes it.
         device: of loaded weights.
-        products, base: as for `Access`.
+        matmul_dtype, base: as for `Access`.
     """
 
     checkpoint: Checkpoint
@@ -83,7 +83,7 @@ class StreamedModel:
     blocks: Mapping[str, nn.Module]
     source: dict[str, Shards]
     device: torch.device
-    products: torch.dtype | None = None
+    matmul_dtype: torch.dtype | None = None
     base: Access | None = None
     _ahead: list[Thread] = field(default_factory=list)
     _behind: WriteBehind = field(default_factory=WriteBehind)
@@ -130,8 +130,8 @@ class StreamedModel:
         room = _HIDDEN_SHARE * free_memory(self.device, local_processes())
         large = width * sum(batch.numel() for batch in batches) > room
         with tempfile.TemporaryDirectory(prefix="compressx-") as folder:
-            keep = InFiles(Path(folder)) if large else in_memory
-            found = survey(self.model)
+            keep = StateFiles(Path(folder)) if large else in_memory
+            found = architecture_of(self.model)
             states, calls = capture(self, found, batches, keep)
             for _, runs in each_block(self, found, calls):
                 with torch.no_grad(), written_behind() as put:

@@ -18,7 +18,7 @@ from compressx.data.documents import UnreachableError, check_dataset, require_te
 from compressx.data.windows import Generated, fingerprint, read_calibration
 from compressx.evaluation.evaluators import read_evaluators
 from compressx.models.access import Access, config_fingerprint, weights_fingerprint
-from compressx.models.architecture import survey, text_config
+from compressx.models.architecture import architecture_of, text_config
 from compressx.models.arithmetic import run_arithmetic
 from compressx.models.blockwise import check_calls
 from compressx.models.generate import check_ids, first_token, sample_sequences
@@ -53,7 +53,7 @@ class Inputs(Stage):
                 _refuse_streamed(loaded)
             if state.recipe.evaluate is not None and plan is not None and not plan.needs_calibration:
                 with mistakes.collected(), loaded.at("evaluate"):  # which runs one block after the other
-                    check_calls(state.skeleton, survey(state.skeleton))
+                    check_calls(state.skeleton, architecture_of(state.skeleton))
 
     def run(self, state: RunState) -> None:
         """Read and open; the weights come last, or when text is to be generated with them."""

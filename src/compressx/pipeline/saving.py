@@ -16,7 +16,7 @@ from compressx.data.documents import local_files
 from compressx.evaluation.evaluators import run_evaluators
 from compressx.masks.maskset import MaskSet
 from compressx.models.access import InMemory
-from compressx.models.architecture import survey
+from compressx.models.architecture import architecture_of
 from compressx.models.checkpoint import Checkpoint, keep_settings
 from compressx.models.export import check_output, not_written, refuse_overwriting
 from compressx.models.loading import load_model, load_tokenizer
@@ -124,7 +124,7 @@ def _measured(state: RunState, of: str, folder: Path, file: str | None) -> dict[
         return {}
     try:
         access = InMemory(load_model(Checkpoint(str(folder), file)).to(state.device))
-        linears = survey(access.model).linears.values()
+        linears = architecture_of(access.model).linears.values()
         zeros = sum(int((x.weight == 0).sum()) for x in linears) / sum(x.weight.numel() for x in linears)
         figures = run_evaluators(access, state.tokenizer, ready)
     except CompressxError as error:

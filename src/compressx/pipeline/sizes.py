@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from compressx.api.pruner import Block, statistic_of
-from compressx.models.architecture import find_blocks, survey, text_config
+from compressx.models.architecture import architecture_of, find_blocks, text_config
 from compressx.models.export import room_for
 from compressx.models.streaming import is_larger_than_memory
 from compressx.pipeline.inputs import could_be_streamed
@@ -50,7 +50,8 @@ def memory_bytes(state: RunState) -> dict[str, int]:
     if not state.in_files(states):
         found["hidden states"] = states
     largest = max(blocks, key=lambda fqn: sum(x.weights for x in plan.linears if x.block == fqn))
-    block = Block(0, largest, blocks[largest], survey(state.skeleton).inside(largest), (), text_config(state.skeleton))
+    linears = architecture_of(state.skeleton).inside(largest)
+    block = Block(0, largest, blocks[largest], linears, (), text_config(state.skeleton))
     statistics: dict[object, int] = {}
     with torch.device("meta"):
         for rule, built in plan.build().items():

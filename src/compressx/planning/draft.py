@@ -13,7 +13,7 @@ from torch import nn
 from compressx.api.names import folded
 from compressx.api.patterns import Unstructured
 from compressx.api.pruner import Block, Linear, PrunerSpec
-from compressx.models.architecture import Architecture, survey, text_config
+from compressx.models.architecture import Architecture, architecture_of, text_config
 from compressx.planning.make import make_plan
 from compressx.planning.targets import kinds
 from compressx.plugins.kinds import PRUNER
@@ -38,7 +38,7 @@ def draft(source: ModelSource, name: str, skeleton: nn.Module, plugins: Plugins,
         UnsupportedModelError: the model is not supported, or not by this pruner.
     """
     plugins.find(PRUNER, pruner)
-    found = survey(skeleton)
+    found = architecture_of(skeleton)
     positions = getattr(text_config(skeleton), "max_position_embeddings", None)
     length = min(_SEQUENCE, positions or _SEQUENCE)
     called = Path(name).expanduser().resolve().name.removesuffix(".gguf")  # a hub id's last part, too

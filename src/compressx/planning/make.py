@@ -13,7 +13,7 @@ import torch
 
 from compressx.api.patterns import NM, RulePattern, Structured, Units, Unstructured, count_dropped
 from compressx.api.pruner import Block, PrunerSpec, statistic_of
-from compressx.models.architecture import Architecture, survey, text_config
+from compressx.models.architecture import Architecture, architecture_of, text_config
 from compressx.models.blockwise import check_calls
 from compressx.planning.plan import Plan, PlannedLinear, PlannedRule
 from compressx.planning.structured import (
@@ -46,7 +46,7 @@ def make_plan(loaded: LoadedRecipe, plugins: Plugins, skeleton: torch.nn.Module)
         PluginError: a pruner that does not exist or could not be imported.
         UnsupportedModelError: the model is not supported, or not by a pruner.
     """
-    architecture = survey(skeleton)
+    architecture = architecture_of(skeleton)
     mistakes = Mistakes()
     rules = tuple(check_rules(loaded, plugins, architecture, mistakes))
     mistakes.raise_all()

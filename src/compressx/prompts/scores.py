@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from compressx.api.selector import AttentionRows
 from compressx.models.access import Access
 from compressx.models.architecture import Architecture, text_config
-from compressx.models.blockwise import Run, advance, capture, each_block, evaluation_mode
+from compressx.models.blockwise import BlockRun, advance, capture, each_block, evaluation_mode
 from compressx.models.generate import check_ids
 from compressx.runtime.errors import UnsupportedModelError
 
@@ -136,7 +136,7 @@ def _check_scores(scores: Tensor, fqn: str, n: int) -> None:
         raise UnsupportedModelError(f"{fqn}: its attention scores are NaN; check the model's weights and dtype")
 
 
-def _scores(fqn: str, module: nn.Module, run: Run, state: Tensor, queries: int) -> Tensor:
+def _scores(fqn: str, module: nn.Module, run: BlockRun, state: Tensor, queries: int) -> Tensor:
     """Return a block's scores [heads, queries, n]."""
     with _reading(module, queries), torch.compiler.set_stance("force_eager"):
         try:

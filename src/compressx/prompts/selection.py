@@ -14,7 +14,7 @@ from torch import Tensor
 
 from compressx.api.selector import AttentionRows, ModelFacts, TokenSelector, TokenSelectorSpec
 from compressx.models.access import Access, InMemory, config_fingerprint, weights_fingerprint
-from compressx.models.architecture import Architecture, survey, text_config
+from compressx.models.architecture import Architecture, architecture_of, text_config
 from compressx.models.generate import check_ids
 from compressx.planning.plan import Plan
 from compressx.plugins.kinds import TOKEN_SELECTOR
@@ -275,7 +275,7 @@ class SelectorSettings:
                 f"{queries!r:.80}"
             )
         check_decoder(access.model)
-        found = survey(access.model)
+        found = architecture_of(access.model)
         wanted = None if queries else self._observed(selector, access, found, None, 0)
         for ids in choosing_ids(tokenizer) if queries and tokenizer is not None else ():
             check_ids(access.model, torch.tensor(ids), tokenizer, "select_tokens: a prompt to choose heads by")

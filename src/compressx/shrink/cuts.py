@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from compressx.api.patterns import UnitKind, Units
 from compressx.api.projections import count_of, find_projections, head_size, parent
 from compressx.api.pruner import Block
-from compressx.models.architecture import Architecture, survey, text_config
+from compressx.models.architecture import Architecture, architecture_of, text_config
 from compressx.models.loading import build_empty
 from compressx.models.units import find_units, router_of, rows_of
 from compressx.runtime.errors import UnsupportedModelError
@@ -150,7 +150,7 @@ def _empty(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _surveyed(model: Any) -> tuple[Architecture, list[Block]]:
-    found, config = survey(model), text_config(model)
+    found, config = architecture_of(model), text_config(model)
     blocks = enumerate(found.blocks.items())
     return found, [Block(i, fqn, module, found.inside(fqn), (), config) for i, (fqn, module) in blocks]
 

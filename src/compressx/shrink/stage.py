@@ -17,7 +17,7 @@ from compressx.api.pruner import Block
 from compressx.masks.maskset import MaskSet
 from compressx.models import shards
 from compressx.models.access import Access, InMemory, block_file
-from compressx.models.architecture import Architecture, count_parameters, survey, text_config
+from compressx.models.architecture import Architecture, architecture_of, count_parameters, text_config
 from compressx.models.blockwise import capture, each_block, replay, run_around
 from compressx.models.checkpoint import Checkpoint
 from compressx.models.loading import load_model
@@ -203,7 +203,7 @@ def largest_difference(pruned: Access, smaller: Access, made: Smaller, tokens: T
         logits; each a norm, relative to that of the larger model. `TOLERANCE` is more than rounding explains.
     """
     both = (pruned, smaller)
-    found = [survey(access.model) for access in both]
+    found = [architecture_of(access.model) for access in both]
     (states, calls), (theirs, their_calls) = (capture(x, at, [tokens]) for x, at in zip(both, found, strict=True))
     apart = [_relative(theirs[0] - states[0], states[0])]
     state = states[0].to(torch.promote_types(states[0].dtype, torch.float32))

@@ -17,7 +17,7 @@ from compressx.api.exporter import ExporterSpec, PlannedModel
 from compressx.api.record import Arithmetic, BlockReport, RunReport
 from compressx.models.access import Access
 from compressx.models.architecture import text_config
-from compressx.models.blockwise import InFiles, Keep, in_memory
+from compressx.models.blockwise import KeepStates, StateFiles, in_memory
 from compressx.models.checkpoint import Checkpoint
 from compressx.models.loading import dtype_of
 from compressx.planning.plan import Plan
@@ -158,14 +158,14 @@ class RunState:
         return self.skeleton.dtype if self.checkpoint is None else dtype_of(self.checkpoint, self.skeleton.config)
 
     @property
-    def products(self) -> torch.dtype | None:
+    def matmul_dtype(self) -> torch.dtype | None:
         """Dtype of matrix products where blocks are run or trained; None: that of the weights."""
         return None if self.arithmetic is None else getattr(torch, self.arithmetic.dtype)
 
     @property
     def calibrated(self) -> Access:
         """The model, with the blocks' products in the dtype of the run's arithmetic."""
-        return dataclasses.replace(self.access, products=self.products)  # type: ignore[type-var]
+        return dataclasses.replace(self.access, matmul_dtype=self.matmul_dtype)  # type: ignore[type-var]
 
     @property
     def pruned_against(self) -> Access:
@@ -186,9 +186,9 @@ class RunState:
         settings = self.recipe.calibration
         return () if settings is None or windows is None else torch.split(windows, settings.batch_size)
 
-    def keep(self, name: str, windows: int) -> Keep:
+    def keep(self, name: str, windows: int) -> KeepStates:
         """Choose where to keep hidden states of that many windows."""
-        return InFiles(self.store.blocks / name) if self.in_files(self.hidden_bytes(windows)) else in_memory
+        return StateFiles(self.store.blocks / name) if self.in_files(self.hidden_bytes(windows)) else in_memory
 
     def hidden_bytes(self, windows: int) -> int:
         """Return the bytes of hidden states of that many calibration windows between two blocks; 0 without text."""

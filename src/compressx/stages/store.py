@@ -29,7 +29,7 @@ from compressx.api.record import AllocationReport, Arithmetic, BlockReport
 from compressx.masks.file import MaskEntry, PackedMasks, join_masks, read_masks, write_masks
 from compressx.masks.maskset import MaskSet
 from compressx.models.access import Access
-from compressx.models.blockwise import HiddenStates, Keep, in_memory
+from compressx.models.blockwise import HiddenStates, KeepStates
 from compressx.models.shards import each_tensor, read_tensors, write_tensors
 from compressx.report.figures import Matrices
 from compressx.report.plots import Thumbnail
@@ -98,7 +98,7 @@ class Store(Protocol):
     ) -> None:  # fmt: skip
         """Keep a pruned block: its report, what is drawn of it, its masks, and the next block's hidden states."""
 
-    def restore(self, access: Access, keep: Keep) -> tuple[list[BlockReport], list[Matrices], HiddenStates]:
+    def restore(self, access: Access, keep: KeepStates) -> tuple[list[BlockReport], list[Matrices], HiddenStates]:
         """Return to the state after the last finished block."""
 
     def masks_of(self, fqn: str) -> Mapping[str, MaskEntry]:
@@ -152,7 +152,7 @@ class InMemoryStore(Store):
         self._masks.append(PackedMasks.of(masks))
 
     @override
-    def restore(self, access: Access, keep: Keep) -> tuple[list[BlockReport], list[Matrices], HiddenStates]:
+    def restore(self, access: Access, keep: KeepStates) -> tuple[list[BlockReport], list[Matrices], HiddenStates]:
         return [], [], HiddenStates(())
 
     @override
@@ -282,7 +282,7 @@ class Journal(Store):
             earlier.unlink(missing_ok=True)
         self._untidy = False
 
-    def restore(self, access: Access, keep: Keep = in_memory) -> tuple[list[BlockReport], list[Matrices], HiddenStates]:
+    def restore(self, access: Access, keep: KeepStates) -> tuple[list[BlockReport], list[Matrices], HiddenStates]:
         """Load the weights of all finished blocks into the model; return reports, matrices and the hidden states.
 
         Raises:

@@ -14,10 +14,10 @@ import torch
 from compressx.api.patterns import NM, RulePattern, Structured, Units, Unstructured, keep_masks
 from compressx.api.pruner import Block, NoOptions, PreparingPruner, PruneResult, PrunerSpec, Statistic
 from compressx.blocks.depth import choose_blocks
-from compressx.blocks.observe import Observed
+from compressx.blocks.observe import SharedStatistic
 from compressx.blocks.select import PreparedValues, Stats, write
 from compressx.models.access import InMemory
-from compressx.models.architecture import survey
+from compressx.models.architecture import architecture_of
 from compressx.models.units import find_units
 from compressx.planning.plan import PlannedDepth, PlannedRule
 from compressx.runtime.errors import CompressxError, UnsupportedModelError
@@ -294,13 +294,13 @@ def _processes(subject: Subject) -> None:
     for half in (0, 1):
         block = replace(scene.block, calls=scene.block.calls[half : half + 1])
         halves.append(subject.statistics(Scene(scene.model, block, scene.passes[half : half + 1])))
-    merged: dict[Observed, Observed] = {}
+    merged: dict[SharedStatistic, SharedStatistic] = {}
     selector, _ = scene.pruners(subject.rule)
     for name, stats in halves[0].items():
         for role, mine in stats.items():
             if mine not in merged:
                 other, fresh = halves[1][name][role].statistic, partial(selector.observe, scene.block, name)
-                merged[mine] = Observed(_added(mine.statistic, other, fresh))
+                merged[mine] = SharedStatistic(_added(mine.statistic, other, fresh))
     both = {name: {role: merged[mine] for role, mine in stats.items()} for name, stats in halves[0].items()}
     for pattern in subject.different:
         added = subject.decided(scene, pattern, both)
@@ -389,7 +389,7 @@ def _chooses_blocks(subject: Subject) -> None:
     chosen = []
     for seed in (0, 1):
         model = tiny_model(subject.architecture)
-        blocks = tuple(survey(model).blocks)
+        blocks = tuple(architecture_of(model).blocks)
         planned = PlannedDepth(subject.rule, Structured("blocks", 0.5, Units("blocks", "", len(blocks), {})), blocks)
         with seeded(seed), refusals(UnsupportedModelError):
             chosen.append(choose_blocks(InMemory(model), planned, torch.split(tiny_tokens(), 4)))

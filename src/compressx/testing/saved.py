@@ -18,7 +18,7 @@ from compressx.evaluation.evaluators import ready
 from compressx.masks.file import MaskEntry, weight_sha256
 from compressx.masks.maskset import MaskSet
 from compressx.models.access import InMemory
-from compressx.models.architecture import survey
+from compressx.models.architecture import architecture_of
 from compressx.runtime.errors import CompressxError, PluginError, blamed_on
 from compressx.runtime.quiet import quiet_libraries
 from compressx.testing.models import save_tiny_model
@@ -45,7 +45,7 @@ def _finished(subject: SavedSubject) -> Iterator[FinishedModel]:
         access = InMemory(AutoModelForCausalLM.from_pretrained(folder).eval())
         masks = MaskSet({
             name: MaskEntry(linear.weight > 0, "50% layer", "random", weight_sha256(linear.weight))
-            for name, linear in survey(access.model).linears.items()
+            for name, linear in architecture_of(access.model).linears.items()
         })  # fmt: skip
         masks.apply(access.model)
         access.model.save_pretrained(folder)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from compressx.api.selector import AttentionRows, ModelFacts, Needle, TokenSelector, TokenSelectorSpec
 from compressx.models.access import InMemory
-from compressx.models.architecture import survey
+from compressx.models.architecture import architecture_of
 from compressx.prompts.needles import model_facts
 from compressx.prompts.scores import check_global, read_scores
 from compressx.prompts.selection import ReadySelector, checked_rows
@@ -39,7 +39,7 @@ class SelectorSubject:
         self.options = options
         self.architecture = architecture
         self.access = InMemory(tiny_model(architecture).to(device))
-        self.found = survey(self.access.model)
+        self.found = architecture_of(self.access.model)
 
     def selector(self) -> TokenSelector:
         """Build the selector, as the host does for each model."""

@@ -18,7 +18,7 @@ from compressx.api.pruner import AnyPruner, Block, PruneResult, PrunerSpec
 from compressx.blocks.fisher import fisher_diagonal
 from compressx.blocks.select import PreparedValues, Stats, decide, gather
 from compressx.models.access import InMemory
-from compressx.models.architecture import survey
+from compressx.models.architecture import architecture_of
 from compressx.models.blockwise import capture, each_block, passes
 from compressx.models.units import find_units
 from compressx.planning.plan import PlannedRule
@@ -200,7 +200,7 @@ class Subject:
         if change is not None:
             with torch.no_grad():
                 change(model)
-        access, found = InMemory(model), survey(model)
+        access, found = InMemory(model), architecture_of(model)
         if not weights:
             model.to("meta")
             block, _ = next(each_block(access, found, dict.fromkeys(found.blocks, ())))

@@ -25,7 +25,7 @@ from torch.nn import functional
 
 from compressx.api.record import FinetuneReport, HeldOutLoss
 from compressx.masks.maskset import MaskSet
-from compressx.models.arithmetic import products_in
+from compressx.models.arithmetic import matmuls_in
 from compressx.models.shards import read_tensors, write_tensors
 from compressx.recipe.sections import Finetune
 from compressx.runtime.errors import ArtifactError, CalibrationError, memory_named
@@ -65,7 +65,7 @@ _LOGITS_AT_ONCE_ON_ACCELERATOR = 2**26
 
 def finetune(
     model: Any, masks: MaskSet, windows: Tensor, settings: Finetune, *, teacher: Any | None = None,
-    products: torch.dtype | None = None, checkpoint: Path | None = None,
+    matmul_dtype: torch.dtype | None = None, checkpoint: Path | None = None,
     progress: Callable[[int, int, float], None] | None = None, tell: Callable[[str], None] = lambda _: None,
 ) -> FinetuneReport:  # fmt: skip
     """Train the remaining weights of a pruned model, or adapters, in place; dropped ones stay zero.
@@ -76,7 +76,7 @@ def finetune(
         windows: int64 [windows, tokens].
         settings: the recipe's `finetune` section.
         teacher: the model that `settings.teacher` names; not changed.
-        products: dtype of both models' matrix products; that of each one's weights when absent.
+        matmul_dtype: of both models' matmuls; that of each one's weights when absent.
         checkpoint: a file to resume from if it exists, updated during training.
         progress: called with the steps done, the total and the last loss.
         tell: called with a line when training goes back to earlier weights.
@@ -95,7 +95,7 @@ def finetune(
         own_checkpointing_off(model), prepared as parameters, _training_mode(model, settings.gradient_checkpointing)
     ):  # fmt: skip
         trained = {name: parameter for name, parameter in model.named_parameters() if parameter in parameters}
-        steps = _Steps(model, teacher, windows, settings, trained, products, tell)
+        steps = _Steps(model, teacher, windows, settings, trained, matmul_dtype, tell)
         steps.run(checkpoint, progress)
         count = sum(p.numel() for p in trained.values())
         if settings.lora is None:  # of masked weights only the kept ones
@@ -122,10 +122,10 @@ class _Steps:
 
     def __init__(
         self, model: Any, teacher: Any | None, windows: Tensor, settings: Finetune, trained: Mapping[str, nn.Parameter],
-        products: torch.dtype | None, tell: Callable[[str], None],
+        matmul_dtype: torch.dtype | None, tell: Callable[[str], None],
     ) -> None:  # fmt: skip
         self.model, self.teacher, self.settings, self.trained = model, teacher, settings, trained
-        self.products, self.tell = products, tell
+        self.matmul_dtype, self.tell = matmul_dtype, tell
         self.seen, self.unseen = torch.split(windows, list(split_windows(len(windows), settings.held_out)))
         self.device = next(model.parameters()).device
         groups = [{"params": [p], "scale": s} for p, s in zip(trained.values(), scales(trained), strict=True)]
@@ -210,11 +210,11 @@ class _Steps:
     def _loss(self, batch: Tensor) -> Tensor:
         """Return the loss of windows [batch, tokens]."""
         # A context per step: narrow copies of the parameters are kept until it exits.
-        with products_in(self.products, self.model, self.device, cache=True):
+        with matmuls_in(self.matmul_dtype, self.model, self.device, cache=True):
             logits = self.model(batch, use_cache=False).logits  # [batch, tokens, vocabulary]
         if self.teacher is None:
             return next_token_loss(logits, batch)
-        with torch.no_grad(), products_in(self.products, self.teacher, self.device, cache=True):
+        with torch.no_grad(), matmuls_in(self.matmul_dtype, self.teacher, self.device, cache=True):
             target = self.teacher(batch, use_cache=False).logits
         return distillation_loss(logits.flatten(0, 1), target.flatten(0, 1))
 

@@ -14,7 +14,7 @@ import torch
 from compressx.api.record import FinetuneReport, RunReport
 from compressx.data.windows import fingerprint
 from compressx.models.access import InMemory, weights_fingerprint
-from compressx.models.architecture import find_blocks, survey, text_config
+from compressx.models.architecture import architecture_of, find_blocks, text_config
 from compressx.models.blockwise import skipped
 from compressx.models.checkpoint import find_checkpoint
 from compressx.models.export import refuse_overwriting
@@ -131,7 +131,7 @@ class FineTuning(Stage):
             blocks = find_blocks(model)
             with skipped({fqn: blocks[fqn] for fqn in state.plan.dropped}):  # they would take as long as the others
                 state.results["finetune"] = finetune(
-                    model, state.store.masks(), windows, settings, teacher=teacher, products=state.products,
+                    model, state.store.masks(), windows, settings, teacher=teacher, matmul_dtype=state.matmul_dtype,
                     checkpoint=checkpoint, progress=progress, tell=state.note,
                 )  # fmt: skip
 
@@ -234,7 +234,7 @@ def _checkpoint(state: RunState, settings: Finetune, windows: torch.Tensor, teac
     """
     chosen = settings.model_dump_json(exclude={"dataset", "samples", "sequence_length", "bos"})
     taught = weights_fingerprint(InMemory(teacher)) if isinstance(settings.teacher, ModelSource) else ""
-    name = hashlib.sha256(f"{chosen} {fingerprint(windows)} {taught} {state.products}".encode()).hexdigest()[:16]
+    name = hashlib.sha256(f"{chosen} {fingerprint(windows)} {taught} {state.matmul_dtype}".encode()).hexdigest()[:16]
     checkpoint = state.store.blocks / f"finetune-{name}.safetensors"
     for other in {*state.store.blocks.glob("finetune-*.safetensors")} - {checkpoint}:
         other.unlink()
@@ -300,7 +300,7 @@ def undivided(
 
 def _check_adapters(loaded: LoadedRecipe, settings: Finetune, skeleton: Any, planned: Sequence[str]) -> None:
     """Refuse a glob of `lora.targets` that matches no pruned linear, or fused experts."""
-    linears = survey(skeleton).linears
+    linears = architecture_of(skeleton).linears
     for index, target in enumerate(() if settings.lora is None else settings.lora.targets):
         with loaded.at("finetune", "lora", "targets", index):
             for name in matching_planned(target, planned):

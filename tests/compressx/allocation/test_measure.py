@@ -18,7 +18,7 @@ from compressx.api.patterns import NM, Unstructured, keep_mask
 from compressx.blocks.fisher import fisher_diagonal, gradients
 from compressx.blocks.prune import prune_model
 from compressx.models.access import InMemory
-from compressx.models.architecture import survey
+from compressx.models.architecture import architecture_of
 from compressx.planning.plan import Plan, PlannedLinear, PlannedRule
 from compressx.recipe.sections import DivergenceAllocation
 from compressx.runtime.errors import CalibrationError
@@ -34,7 +34,7 @@ def rule(index: int, spec: PrunerSpec, reconstructor: PrunerSpec | None = None) 
 
 def plan(model: Any, *rules: tuple[PlannedRule, str, tuple[str, ...]]) -> Plan:
     """Plan rules, each with its group and the last parts of the names that it takes: all where there are none."""
-    found = survey(model)
+    found = architecture_of(model)
     linears = tuple(
         PlannedLinear(n, found.block_of(n), (x.out_features, x.in_features), r, Unstructured(0.5, group))  # type: ignore[arg-type]
         for n, x in found.linears.items()
@@ -87,7 +87,7 @@ def block_outputs(model: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
 def divergence(model: Any, index: int) -> float:
     """The mean over tokens of half of (change of a block's output . gradient)^2, by running the whole model twice."""
     dense, fqn = tiny_model("llama"), f"model.layers.{index}"
-    at_output = torch.cat(gradients(InMemory(dense), survey(dense), [fqn], BATCHES)[fqn])
+    at_output = torch.cat(gradients(InMemory(dense), architecture_of(dense), [fqn], BATCHES)[fqn])
     left = [block_outputs(m.double())[index][1] for m in (model, dense)]
     return float(((left[0] - left[1]) * at_output.double()).sum(dim=-1).square().mean() / 2)
 
@@ -117,7 +117,7 @@ def test_what_is_measured_is_near_the_divergence_of_the_models_predictions(archi
         for unit in got:
             pruned = tiny_model(architecture)
             for linear in unit.unit.linears:
-                weight = survey(pruned).linears[linear.name].weight
+                weight = architecture_of(pruned).linears[linear.name].weight
                 weight.masked_fill_(~keep_mask(weight.abs(), Unstructured(0.2, "layer")), 0.0)
             now = pruned(tokens, use_cache=False).logits.double().log_softmax(dim=-1)
             expected = float((dense.exp() * (dense - now)).sum(dim=-1).mean())
@@ -203,7 +203,7 @@ def test_a_block_is_one_unit_whose_rules_prune_it_together_by_their_own_pruners(
 def test_a_pruner_that_reads_sensitivities_is_measured_with_those_that_are_given() -> None:
     model = tiny_model("llama")
     planned = one_rule(model, BUILT_IN["sensitivity"], *REST)
-    fisher = fisher_diagonal(InMemory(model), survey(model), planned.sensitive, BATCHES)
+    fisher = fisher_diagonal(InMemory(model), architecture_of(model), planned.sensitive, BATCHES)
     assert_divergences_of_blocks_pruned_alone(measured(model, planned, 0.5, fisher=fisher), planned, fisher)
 
 
@@ -224,7 +224,7 @@ def test_n_m_is_measured_at_sparsities_that_it_has() -> None:
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "mixtral"])
 def test_outliers_are_counted_over_the_planned_linears_of_a_block_on_the_dense_stream(architecture: str) -> None:
     model = tiny_model(architecture)
-    found = survey(model)
+    found = architecture_of(model)
     got = dict(measure_outliers(InMemory(model), units_of(one_rule(model, "magnitude"), "block"), BATCHES, 2.0))
     assert [u.block for u in got] == list(found.blocks)
     if architecture == "mixtral":  # its fused experts are no modules with inputs of their own
@@ -260,7 +260,7 @@ def test_outliers_of_an_expert_that_no_token_reached_are_not_counted_as_none() -
 )
 def test_every_weight_is_restored_to_the_bit(architecture: str, dtype: torch.dtype) -> None:
     model = tiny_model(architecture, dtype=dtype)
-    for linear in survey(model).linears.values():
+    for linear in architecture_of(model).linears.values():
         linear.weight[0, :3] = torch.tensor([-0.0, 0.0, 1e-30])
     before = bits(model)
     assert len(measured(model, one_rule(model, "sparsegpt", group="row"), 0.5, 0.9)) == 3

@@ -30,7 +30,7 @@ from compressx import (
     keep_masks,
 )  # fmt: skip
 from compressx.blocks.contract import Prepared, check_answer
-from compressx.blocks.observe import Observed
+from compressx.blocks.observe import SharedStatistic
 from compressx.blocks.select import write
 from compressx.testing import tiny_model
 
@@ -232,8 +232,8 @@ def test_each_statistic_of_a_block_is_prepared_once_and_one_is_held_at_a_time(se
     assert pruner._made[-1]() is None
 
 
-def observed(**statistics: int) -> dict[str, Observed]:
-    of = {size: Observed(FeatureNorms(size)) for size in statistics.values()}
+def observed(**statistics: int) -> dict[str, SharedStatistic]:
+    of = {size: SharedStatistic(FeatureNorms(size)) for size in statistics.values()}
     return {name: of[size] for name, size in statistics.items()}
 
 

@@ -19,8 +19,8 @@ from compressx import PluginError, PrunerSpec, UnsupportedModelError
 from compressx.blocks.depth import Trials, choose_blocks, solved_beside
 from compressx.blocks.prune import prune_model
 from compressx.models.access import InMemory
-from compressx.models.architecture import find_blocks, survey
-from compressx.models.blockwise import Run, replaced_forwards, skipped
+from compressx.models.architecture import architecture_of, find_blocks
+from compressx.models.blockwise import BlockRun, replaced_forwards, skipped
 from compressx.models.checkpoint import Checkpoint
 from compressx.models.streaming import open_streamed
 from compressx.planning.plan import Plan, PlannedDepth
@@ -79,7 +79,8 @@ def test_the_masked_model_is_the_model_without_the_block_in_every_architecture(a
         expected = dense(TOKENS, use_cache=False).logits
     with torch.no_grad():
         torch.testing.assert_close(model(TOKENS, use_cache=False).logits, expected, rtol=0, atol=0)
-    kept = {n: torch.equal(x.weight, survey(dense).linears[n].weight) for n, x in survey(model).linears.items()}
+    before, after = (architecture_of(x).linears for x in (dense, model))
+    kept = {n: torch.equal(x.weight, before[n].weight) for n, x in after.items()}
     assert [n for n, same in kept.items() if not same] == [n for n in kept if n.startswith(f"{gone}.")]
     masks = {n: e.keep for b in blocks for n, e in b.masks.items()}
     assert {n: bool(m.any()) for n, m in masks.items()} == {n: bool(m.all()) for n, m in masks.items()} == kept
@@ -200,8 +201,8 @@ def test_a_block_runs_once_for_each_different_beginning_and_nothing_for_what_is_
     model = tiny_model("llama")
     first, second, third = find_blocks(model)
     trials, ran = Trials(InMemory(model), [first, second, third], BATCHES), list[str]()
-    names, own = {block: fqn for fqn, block in find_blocks(model).items()}, Run.__call__
-    monkeypatch.setattr(Run, "__call__", lambda run, state: (ran.append(names[run.module]), own(run, state))[1])
+    names, own = {block: fqn for fqn, block in find_blocks(model).items()}, BlockRun.__call__
+    monkeypatch.setattr(BlockRun, "__call__", lambda run, state: (ran.append(names[run.module]), own(run, state))[1])
     trials._unchecked.clear()  # of which each runs its block once more
     found = trials([[second], [first], [second]])
     assert found[0] == found[2]
@@ -347,7 +348,7 @@ def test_the_block_before_those_that_go_adds_what_least_squares_says_they_would_
     assert all(torch.equal(x, dense[n]) for n, x in model.state_dict().items())
     (x,), states = seen_by(model, name)
     wanted = states[first + len(gone) - 1]
-    expected, left = least_squares(survey(model).linears[name].held, x, wanted - states[first - 1], wanted)
+    expected, left = least_squares(architecture_of(model).linears[name].held, x, wanted - states[first - 1], wanted)
     torch.testing.assert_close(weight, expected, rtol=1e-6, atol=1e-8)
     assert share == pytest.approx(left, rel=1e-6)
     assert share < 1

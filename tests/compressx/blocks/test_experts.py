@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from compressx.api.patterns import Structured
 from compressx.blocks.prune import prune_model
 from compressx.models.access import InMemory
-from compressx.models.architecture import survey
+from compressx.models.architecture import architecture_of
 from compressx.models.units import reinstate
 from compressx.testing import tiny_tokens
 
@@ -80,7 +80,7 @@ def test_the_score_is_the_mean_of_weight_times_norm_over_the_tokens_of_an_expert
     """Of the first mixture, whose inputs no pruning has changed."""
     dense = mixture(name)
     home, given = next(iter(choices(dense).items()))
-    linears = survey(dense).linears
+    linears = architecture_of(dense).linears
     ((hidden, numbers, weights),) = given  # of all sequences at once
     expected = []
     for expert in range(4):
@@ -108,7 +108,7 @@ def test_the_routers_weights_sum_to_one_over_a_tokens_experts_where_the_model_ma
     """By the definition, from the router's logits: as the paper's code has it since March 2026."""
     model = mixture(name, num_hidden_layers=1, **changed)
     home, ((hidden, _, _),) = next(iter(choices(model).items()))
-    linears, gate = survey(model).linears, model.get_submodule(f"{home.removesuffix('experts')}gate")
+    linears, gate = architecture_of(model).linears, model.get_submodule(f"{home.removesuffix('experts')}gate")
     scores, counts = [0.0] * 4, [0] * 4
     for x in hidden.double():
         shares = (gate.weight.double() @ x).softmax(dim=0)
@@ -162,8 +162,8 @@ def test_reconstruction_trains_the_experts_that_are_left_and_keeps_the_others_ze
     model, untrained = mixture("mixtral"), mixture("mixtral")
     kept = pruned(model, reconstruct_block={"passes": 2})
     pruned(untrained)
-    before = survey(untrained).linears
-    for name, linear in survey(model).linears.items():
+    before = architecture_of(untrained).linears
+    for name, linear in architecture_of(model).linears.items():
         if linear.expert is not None:
             keep = bool(kept[name.rsplit(".", 2)[0]][linear.expert])
             assert (bool(linear.weight.any()), torch.equal(linear.weight, before[name].weight)) == (keep, not keep)

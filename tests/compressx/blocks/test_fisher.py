@@ -24,10 +24,10 @@ from compressx.blocks.fisher import (
     fisher_diagonal,
     gradients,
 )
-from compressx.blocks.observe import Observed
+from compressx.blocks.observe import SharedStatistic
 from compressx.models.access import InMemory
-from compressx.models.architecture import survey
-from compressx.models.blockwise import InFiles
+from compressx.models.architecture import architecture_of
+from compressx.models.blockwise import StateFiles
 from compressx.models.checkpoint import Checkpoint
 from compressx.models.streaming import StreamedModel, open_streamed
 from compressx.numerics.admm import Problem
@@ -39,12 +39,12 @@ from compressx.testing import TINY_CONFIGS, tiny_model, tiny_tokens
 def of_model(model, wanted=(), parts=None, *ranks, **told):
     """Return what is measured of the wanted linears, and of the channels of all blocks."""
     parts = batches() if parts is None else parts
-    return fisher_diagonal(InMemory(model), survey(model), wanted, parts, *ranks, **told)
+    return fisher_diagonal(InMemory(model), architecture_of(model), wanted, parts, *ranks, **told)
 
 
 def by_autograd(model, parts):
     """Return the gradients of the likelihood at every output of a linear and a block, batch by batch."""
-    found, generator = survey(model), torch.Generator().manual_seed(0)
+    found, generator = architecture_of(model), torch.Generator().manual_seed(0)
     modules = {n: x.module for n, x in found.linears.items() if ".experts." not in n} | dict(found.blocks)
     at = {name: [] for name in modules}
     for ids in parts:
@@ -67,7 +67,7 @@ def by_autograd(model, parts):
 @pytest.mark.parametrize("architecture", TINY_CONFIGS)
 def test_gradients_and_their_mean_squares_and_the_shares_of_channels_are_those_of_autograd(architecture):
     model = tiny_model(architecture)
-    found = survey(model)
+    found = architecture_of(model)
     parts = tiny_tokens(sequences=5).split(2)
     measured = of_model(model, found.linears, parts)
     got = gradients(InMemory(model), found, found.blocks, parts)
@@ -92,10 +92,10 @@ def test_gradients_and_their_mean_squares_and_the_shares_of_channels_are_those_o
 def test_gradients_are_kept_where_that_is_asked(tmp_path):
     model = tiny_model("llama")
     parts = tiny_tokens(sequences=4).split(2)
-    found = survey(model)
+    found = architecture_of(model)
     told = []
     in_memory = gradients(InMemory(model), found, found.blocks, parts, progress=lambda *counts: told.append(counts))
-    in_files = gradients(InMemory(model), found, found.blocks, parts, InFiles(tmp_path))
+    in_files = gradients(InMemory(model), found, found.blocks, parts, StateFiles(tmp_path))
     assert told == [(0, 4), (2, 4)]
     assert len(list(tmp_path.iterdir())) == 6
     for fqn, its in in_memory.items():
@@ -119,7 +119,7 @@ def test_gradients_that_are_zero_at_half_of_the_tokens_are_refused(share, refuse
         return _of_likelihood(*given) * (torch.arange(ids.shape[1]) >= gone)[:, None]
 
     monkeypatch.setattr("compressx.blocks.fisher._of_likelihood", faded)
-    arguments = InMemory(model), survey(model), ["model.layers.2"], parts
+    arguments = InMemory(model), architecture_of(model), ["model.layers.2"], parts
     if not refused:
         assert gradients(*arguments)
         return
@@ -163,7 +163,7 @@ def test_a_16_bit_models_reactions_and_divergences_are_near_those_of_float32():
     narrow, wide = (tiny_model("llama", dtype=d) for d in (dtype, torch.float32))
     parts = tiny_tokens(sequences=32).split(8)
     got, expected = (of_model(m, (), parts[:1]).channels for m in (narrow, wide))
-    at, expected_at = (gradients(InMemory(m), survey(m), survey(m).blocks, parts) for m in (narrow, wide))
+    at, expected_at = (gradients(InMemory(m), x := architecture_of(m), x.blocks, parts) for m in (narrow, wide))
     change = torch.randn(8, *parts[0].shape[1:], 64, generator=torch.Generator().manual_seed(0))
     for fqn in expected:
         torch.testing.assert_close(got[fqn], expected[fqn], rtol=0.2, atol=1e-3)
@@ -191,7 +191,7 @@ def test_numbers_that_are_not_finite_are_an_error_that_names_the_weight(name):
     ):
         weight.data[0, 0] = value
         with pytest.raises(error, match=message):
-            of_model(model, survey(model).linears)
+            of_model(model, architecture_of(model).linears)
 
 
 def test_rows_come_from_the_first_windows_and_channels_alone_from_fewer(monkeypatch):
@@ -228,7 +228,7 @@ def test_windows_are_added_until_every_expert_is_reached(monkeypatch):
     monkeypatch.setattr("compressx.blocks.fisher.ROW_WINDOWS", 1)
     model, told = tiny_model("mixtral"), []
     parts = tiny_tokens(sequences=64, length=2).split(4)  # of two tokens: few of the experts
-    of_model(model, survey(model).linears, parts, progress=lambda *x: told.append(x))
+    of_model(model, architecture_of(model).linears, parts, progress=lambda *x: told.append(x))
     assert 1 < len(told) < 64
     assert set(told[1:]) == {(1, 1)}
 
@@ -249,9 +249,9 @@ def test_a_streamed_models_sensitivities_are_those_of_the_loaded_one(room, readi
 
     monkeypatch.setattr(StreamedModel, "materialise", materialise)
     both = InMemory(model), streamed
-    found = [fisher_diagonal(x, survey(x.model), survey(x.model).linears, parts) for x in both]
+    found = [fisher_diagonal(x, architecture_of(x.model), architecture_of(x.model).linears, parts) for x in both]
     assert [read.count(fqn) for fqn in found[0].channels] == [readings] * 3
-    at = [gradients(x, survey(x.model), found[0].channels, parts) for x in both]
+    at = [gradients(x, architecture_of(x.model), found[0].channels, parts) for x in both]
     for loaded, got in ((x.linears for x in found), (x.channels for x in found), at):
         assert loaded.keys() == got.keys()
         assert all(torch.equal(torch.stack([*its]), torch.stack([*got[name]])) for name, its in loaded.items())
@@ -261,7 +261,7 @@ def test_a_streamed_models_sensitivities_are_those_of_the_loaded_one(room, readi
 SPEC = BUILT_IN["sensitivity"]
 HALF = Unstructured(0.5, "layer")
 QUERY = "model.layers.0.self_attn.q_proj"
-LINEARS = {QUERY: survey(tiny_model("llama")).linears[QUERY]}
+LINEARS = {QUERY: architecture_of(tiny_model("llama")).linears[QUERY]}
 
 
 def test_a_linear_that_no_token_came_through_is_refused_since_it_would_seem_to_matter_to_nothing():
@@ -297,7 +297,7 @@ def test_an_output_that_no_gradient_reaches_is_refused_with_the_linear():
     model = tiny_model("llama")
     query = model.model.layers[1].self_attn.q_proj
     query.forward = torch.no_grad()(query.forward)
-    found = survey(model)
+    found = architecture_of(model)
     with pytest.raises(
         UnsupportedModelError, match=r"^model\.layers\.1\.self_attn\.q_proj: no gradient reaches its output"
     ):
@@ -315,7 +315,7 @@ def prune(block: Block, x: torch.Tensor, pattern, **options):
     statistic = pruner.observe(block, "fc")
     for part in x.split(2):
         statistic.update(part)
-    return answer_of("sensitivity", pruner, block, {"fc": pattern}, {"fc": Observed(statistic)})["fc"], statistic
+    return answer_of("sensitivity", pruner, block, {"fc": pattern}, {"fc": SharedStatistic(statistic)})["fc"], statistic
 
 
 @pytest.mark.parametrize("power", [0.0, 0.5, 1.0])
@@ -381,7 +381,7 @@ def test_linears_that_compete_are_solved_side_by_side():
     block = one_linear(few=(12, 16), many=(12, 16))
     block = replace(block, sensitivities={"few": torch.full((12,), 1e-3), "many": torch.ones(12)})
     pruner = SPEC.build(SPEC.options())
-    stats = {name: Observed(pruner.observe(block, name)) for name in block.linears}
+    stats = {name: SharedStatistic(pruner.observe(block, name)) for name in block.linears}
     for observed in stats.values():
         observed.statistic.update(inputs)
     pattern = Unstructured(0.5, "joint")
@@ -413,7 +413,7 @@ def test_the_scale_of_a_linear_that_a_norm_follows_does_not_matter_to_a_joint_ch
             linears[name], its[name] = linear, gradients.square()
         block = Block(0, "block", torch.nn.Module(), linears, (), None, its)
         pruner = SPEC.build(SPEC.options(rows=rows))
-        stats = {name: Observed(pruner.observe(block, name)) for name in linears}
+        stats = {name: SharedStatistic(pruner.observe(block, name)) for name in linears}
         for observed in stats.values():
             observed.statistic.update(inputs)
         results = answer_of("sensitivity", pruner, block, dict.fromkeys(linears, Unstructured(0.5, "joint")), stats)

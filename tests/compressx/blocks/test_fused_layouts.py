@@ -14,8 +14,8 @@ from torch.nn.functional import silu
 
 from compressx.api.pruner import Linear
 from compressx.api.statistics import Hessian
-from compressx.blocks.observe import Observed, linears_watched, observe
-from compressx.models.architecture import linears_of, survey
+from compressx.blocks.observe import SharedStatistic, linears_watched, observe
+from compressx.models.architecture import architecture_of, linears_of
 from compressx.testing import tiny_tokens
 
 TOKENS = tiny_tokens(sequences=4)
@@ -88,7 +88,7 @@ def test_each_expert_is_observed_on_the_tokens_that_its_router_sends_it_as_they_
         for fqn, moe in model.named_modules()
         if type(moe).__name__ == kind
     ]
-    linears = {n: x for n, x in survey(model).linears.items() if x.expert is not None}
+    linears = {n: x for n, x in architecture_of(model).linears.items() if x.expert is not None}
     given: ROWS = {}
     with linears_watched(linears, lambda name, x: given.setdefault(name, []).append(x.double())):
         model(TOKENS, use_cache=False)
@@ -115,7 +115,7 @@ def test_experts_of_an_attention_are_observed_on_what_its_router_sends_them():
     hook = experts.router.register_forward_hook(lambda r, args, _: numbers.append(r.layer(args[0]).topk(2, dim=1)[1]))
     reduce = experts.reduce
     experts.reduce = lambda x, topo: (mixed.append(x.flatten(0, 1)), reduce(x, topo))[1]  # [tokens, 2, features]
-    linears = {n: x for n, x in survey(model).linears.items() if n.startswith(f"{home}.") and x.expert is not None}
+    linears = {n: x for n, x in architecture_of(model).inside(home).items() if x.expert is not None}
     given: dict[str, Tensor] = {}
     with linears_watched(linears, given.__setitem__):
         model(TOKENS, use_cache=False)
@@ -170,7 +170,7 @@ def test_the_layout_is_read_from_the_shapes_where_transformers_kernels_do_not_sa
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_gradients_at_an_experts_output_are_those_of_its_weight(name):
     model = mixture(name)
-    linears = {n: x for n, x in survey(model).linears.items() if x.expert is not None}
+    linears = {n: x for n, x in architecture_of(model).linears.items() if x.expert is not None}
     given: dict[str, Tensor] = {}
     at: dict[str, Tensor] = {}
 
@@ -193,8 +193,8 @@ def test_gradients_at_an_experts_output_are_those_of_its_weight(name):
 @torch.no_grad()
 def test_an_expert_without_tokens_is_not_reached(name):
     model = mixture(name)
-    linears = {n: x for n, x in survey(model).linears.items() if x.expert is not None}
-    wanted = {n: {"": Observed(Hessian(x.in_features))} for n, x in linears.items()}
+    linears = {n: x for n, x in architecture_of(model).linears.items() if x.expert is not None}
+    wanted = {n: {"": SharedStatistic(Hessian(x.in_features))} for n, x in linears.items()}
     one = TOKENS[:1, :1]  # a token goes to two experts of four
     reached = observe(linears, wanted, [lambda: model(one, use_cache=False)])
     assert len(reached) == len(linears) / 2
@@ -210,7 +210,7 @@ def halved(linears: Mapping[str, Linear]) -> None:
 def test_what_is_written_to_every_expert_is_written_to_the_whole_parameter(name):
     """Every expert's weights are some of the parameter's, and no weight is two experts'."""
     model = mixture(name)
-    linears = {n: x for n, x in survey(model).linears.items() if x.expert is not None}
+    linears = {n: x for n, x in architecture_of(model).linears.items() if x.expert is not None}
     parameters = {id(p): p for x in linears.values() for p in [getattr(x.module, x.parameter)]}
     assert sum(x.weight.numel() for x in linears.values()) == sum(p.numel() for p in parameters.values())
     halved(linears)

@@ -13,7 +13,7 @@ from compressx.api.patterns import Unstructured
 from compressx.blocks.fisher import drawn_labels, gradients
 from compressx.blocks.prune import PrunedBlock, prune_model
 from compressx.models.access import InMemory
-from compressx.models.architecture import survey
+from compressx.models.architecture import architecture_of
 from compressx.models.blockwise import HiddenStates, advance, capture, each_block, passes, run_around
 from compressx.planning.plan import Plan, PlannedLinear, PlannedRule
 from compressx.recipe.sections import ReconstructBlock
@@ -42,7 +42,7 @@ def gemma4(*, shared: int = 2) -> Any:
 
 
 def plan(model: Any, **planned: Any) -> Plan:
-    found, rule = survey(model), PlannedRule(0, SPEC, SPEC.options(), None, None)
+    found, rule = architecture_of(model), PlannedRule(0, SPEC, SPEC.options(), None, None)
     half = Unstructured(0.5, "layer")
     linears = [PlannedLinear(n, found.block_of(n), tuple(x.weight.shape), rule, half) for n, x in found.linears.items()]
     return Plan(tuple(linears), {}, (rule,), needs_calibration=True, **planned)
@@ -55,7 +55,7 @@ def pruned(model: Any, **planned: Any) -> list[PrunedBlock]:
 @torch.no_grad()
 def test_states_that_go_through_each_block_come_out_as_the_models_logits():
     access = InMemory(gemma4())
-    found = survey(access.model)
+    found = architecture_of(access.model)
     assert not any("layers.2.self_attn.k_proj" in name for name in found.linears), "it uses those of another block"
     states, calls = capture(access, found, BATCHES)
     for block, runs in each_block(access, found, calls):
@@ -68,7 +68,7 @@ def test_states_that_go_through_each_block_come_out_as_the_models_logits():
 @torch.no_grad()
 def test_looking_at_a_block_changes_nothing_that_later_ones_are_handed():
     access = InMemory(gemma4())
-    found = survey(access.model)
+    found = architecture_of(access.model)
     (state,), calls = capture(access, found, BATCHES[:1])
     outputs = []
     for block, (run,) in each_block(access, found, calls):
@@ -89,7 +89,7 @@ def test_looking_at_a_block_changes_nothing_that_later_ones_are_handed():
 def test_the_targets_of_training_are_dense_where_keys_and_values_are_used_again():
     model, dense = gemma4(), gemma4()
     *_, last = pruned(model, reconstruct_block=ReconstructBlock(passes=1))
-    blocks = survey(dense).blocks
+    blocks = architecture_of(dense).blocks
     for ids, state in zip(BATCHES, last.streams.dense, strict=True):
         logits = run_around(dense, blocks, ids, state).logits
         torch.testing.assert_close(logits, dense(ids, use_cache=False).logits)
@@ -106,7 +106,7 @@ def test_the_pruned_stream_is_that_of_the_pruned_model():
     model = gemma4()
     entering_last = pruned(model)[-1].streams.pruned  # nothing goes on from the last block
     seen: list[torch.Tensor] = []
-    blocks = survey(model).blocks
+    blocks = architecture_of(model).blocks
     hook = [*blocks.values()][-1].register_forward_pre_hook(lambda _, args: seen.append(args[0]))
     for ids in BATCHES:
         model(ids, use_cache=False)
@@ -117,7 +117,7 @@ def test_the_pruned_stream_is_that_of_the_pruned_model():
 
 def test_gradients_go_back_through_what_is_handed_on():
     model = gemma4()
-    found, blocks = survey(model), survey(model).blocks
+    found, blocks = architecture_of(model), architecture_of(model).blocks
     ids = BATCHES[0]
     got = gradients(InMemory(model), found, list(blocks), [ids])
     outputs: list[torch.Tensor] = []

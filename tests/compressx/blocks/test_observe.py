@@ -18,12 +18,12 @@ from compressx import PluginError, PruneResult, PrunerSpec
 from compressx.api.patterns import Unstructured, keep_mask
 from compressx.api.pruner import Block, Linear
 from compressx.api.statistics import Hessian
-from compressx.blocks.observe import Observed, linears_watched, observe, routing_watched
+from compressx.blocks.observe import SharedStatistic, linears_watched, observe, routing_watched
 from compressx.blocks.prune import prune_model
 from compressx.models.access import InMemory
-from compressx.models.architecture import survey
-from compressx.models.arithmetic import products_in
-from compressx.models.blockwise import Run, capture, each_block
+from compressx.models.architecture import architecture_of
+from compressx.models.arithmetic import matmuls_in
+from compressx.models.blockwise import BlockRun, capture, each_block
 from compressx.planning.plan import Plan, PlannedLinear, PlannedRule
 from compressx.testing import tiny_model, tiny_tokens
 
@@ -65,7 +65,7 @@ class Looking:
 def test_a_hessian_is_summed_in_float32_whatever_dtype_the_block_multiplies_in(weights, products):
     model, pruner = tiny_model("llama").to(weights), Looking()
     spec = PrunerSpec("looking", "for a test", NoOptions, lambda _: pruner)
-    rule, found = PlannedRule(0, spec, NoOptions(), None, None), survey(model)
+    rule, found = PlannedRule(0, spec, NoOptions(), None, None), architecture_of(model)
     linears = tuple(
         PlannedLinear(n, found.block_of(n), tuple(x.weight.shape), rule, Unstructured(0.5))
         for n, x in found.linears.items()
@@ -95,7 +95,7 @@ def test_a_statistic_that_changes_its_input_in_place_is_refused(device: str):
     message = r"statistic of pruner 'centring' changed its input on model\.layers\.0\.self_attn\.q_proj in place"
     with pretended_accelerator():
         model = tiny_model("llama").to(device)
-        found = survey(model)
+        found = architecture_of(model)
         linears = tuple(
             PlannedLinear(n, found.block_of(n), tuple(x.weight.shape), rule, Unstructured(0.5))
             for n, x in found.linears.items()
@@ -112,7 +112,7 @@ def test_a_hessian_on_a_gpu_is_not_rounded_to_16_bits_where_the_block_multiplies
     with pretended_accelerator():
         linear, hessian = torch.nn.Linear(48, 48).to("cuda", torch.bfloat16), Hessian(48)
         linear.register_forward_pre_hook(lambda _, args: hessian.update(args[0]))
-        with torch.no_grad(), products_in(products, linear, torch.device("cuda")):
+        with torch.no_grad(), matmuls_in(products, linear, torch.device("cuda")):
             assert linear(x.to("cuda")).dtype == torch.bfloat16
         matrix = hessian.matrix.cpu().double()
     assert float((matrix - exact).norm() / exact.norm()) < 1e-6, "rounded to bfloat16 it would be .002 off"
@@ -125,10 +125,10 @@ WAITS_OF_AN_EXPERT = 5
 
 
 @contextmanager
-def second_block(name: str, device: str) -> Iterator[tuple[Block, Run, Tensor]]:
+def second_block(name: str, device: str) -> Iterator[tuple[Block, BlockRun, Tensor]]:
     """Yield the second block of a mixture, what runs it, and its hidden states."""
     access = InMemory(mixture(name).to(device))
-    found = survey(access.model)
+    found = architecture_of(access.model)
     (state,), calls = capture(access, found, [tiny_tokens().to(device)])
     with torch.no_grad():
         block, (run,) = next(each_block(access, found, calls, [list(found.blocks)[1]]))
@@ -143,7 +143,7 @@ def experts_of(block: Block) -> Mapping[str, Linear]:
 @torch.no_grad()
 def test_what_comes_out_of_an_expert_is_the_product_of_what_goes_in_with_its_linears_weight(kind):
     model = tiny_model(kind)
-    experts = {name: linear for name, linear in survey(model).linears.items() if linear.expert is not None}
+    experts = {name: linear for name, linear in architecture_of(model).linears.items() if linear.expert is not None}
     given: dict[str, Tensor] = {}
     gave: dict[str, Tensor] = {}
     with linears_watched(experts, given.__setitem__), linears_watched(experts, after=gave.__setitem__):
@@ -215,7 +215,7 @@ def test_a_weight_that_is_multiplied_by_without_a_call_of_its_module_is_observed
     """As Mamba's dt_proj: `weight @ x`, x [batch, features, tokens]."""
     module, batches = _Mixed(), [torch.randn(2, 5, 8), torch.randn(3, 5, 8)]
     linears = {name: Linear(name, x) for name, x in module.named_children()}
-    wanted = {name: {"selects": Observed(Recorded(8), "for a test")} for name in linears}
+    wanted = {name: {"selects": SharedStatistic(Recorded(8), "for a test")} for name in linears}
     passes = [partial(module, x) for x in batches]
     with torch.no_grad():
         assert observe(linears, wanted, passes) == {"plain", "twice", "alone"}
@@ -235,7 +235,7 @@ def test_a_linear_that_is_called_again_with_an_input_of_its_own_parts_from_those
     """As Zaya's v_proj_delayed, which zeros go through as well."""
     module, batches = _Mixed(), [torch.randn(2, 5, 8), torch.randn(3, 5, 8)]
     linears = {name: Linear(name, x) for name, x in module.named_children() if name != "alone"}
-    wanted = {name: {"selects": Observed(Hessian(8), "for a test")} for name in linears}
+    wanted = {name: {"selects": SharedStatistic(Hessian(8), "for a test")} for name in linears}
     with torch.no_grad():
         observe(linears, wanted, [partial(module, x) for x in batches])
     plain, twice = (wanted[name]["selects"].statistic for name in linears)

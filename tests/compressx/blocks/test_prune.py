@@ -20,11 +20,11 @@ from compressx import Linear, PluginError, PruneResult, PrunerSpec, UnsupportedM
 from compressx.api.patterns import NM, Unstructured, keep_mask
 from compressx.api.statistics import FeatureNorms, Hessian
 from compressx.blocks import prune
-from compressx.blocks.observe import Observed, observe
+from compressx.blocks.observe import SharedStatistic, observe
 from compressx.blocks.prune import prune_model
 from compressx.masks.maskset import MaskSet
 from compressx.models.access import InMemory
-from compressx.models.architecture import survey
+from compressx.models.architecture import architecture_of
 from compressx.models.blockwise import capture_calls, replay
 from compressx.planning.plan import Plan, PlannedLinear, PlannedRule
 from compressx.runtime.errors import CalibrationError
@@ -63,7 +63,7 @@ class Spy:
 
 def plan_all(model, spec, pattern, *, only="", reconstructor=None, outside=False) -> Plan:
     """Plan one rule over every linear whose name contains `only`."""
-    found = survey(model)
+    found = architecture_of(model)
     rule = PlannedRule(0, spec, spec.options(), reconstructor, reconstructor and reconstructor.options())
     every = {**found.linears, **(found.outside if outside else {})}
     linears = tuple(
@@ -115,7 +115,7 @@ def inputs_of(modules: dict[str, torch.nn.Module]) -> Iterator[dict[str, torch.T
 )
 def test_replaying_the_blocks_one_by_one_gives_what_the_model_computes(architecture, dtype):
     model = tiny_model(architecture, dtype=dtype)
-    blocks = survey(model).blocks
+    blocks = architecture_of(model).blocks
     tokens = tiny_tokens(sequences=3)
     seen = {}
     handle = list(blocks.values())[-1].register_forward_hook(lambda m, a, out: seen.__setitem__("out", out))
@@ -140,7 +140,7 @@ def test_every_architecture_is_pruned_to_the_exact_count_and_keeps_its_dtype(arc
     model = tiny_model(architecture, dtype=dtype)
     blocks = pruned(model, SPECS[pruner], pattern)
     assert len(blocks) == 3
-    found = survey(model).linears
+    found = architecture_of(model).linears
     for block in blocks:
         for layer in block.report.layers:
             weight = found[layer.name].weight
@@ -164,14 +164,15 @@ def test_masks_hold_the_digests_of_the_weights_from_before():
     model, dense = tiny_model("llama"), tiny_model("llama")
     masks = {n: mask for block in pruned(model, SPECS["wanda"]) for n, mask in block.masks.items()}
     MaskSet(masks).apply(dense, original=True)  # refuses weights of another digest
-    assert all(torch.equal(x.weight, survey(model).linears[n].weight) for n, x in survey(dense).linears.items())
+    before, after = (architecture_of(x).linears for x in (dense, model))
+    assert all(torch.equal(x.weight, after[n].weight) for n, x in before.items())
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma3"])
 def test_wandas_masks_equal_those_of_a_float64_reading_of_the_paper(architecture):
     model, dense = tiny_model(architecture), tiny_model(architecture).double()
     block = next(prune_model(InMemory(model), plan_all(model, SPECS["wanda"], ROW), batches()))
-    linears = {n: x for n, x in survey(dense).linears.items() if n in block.masks}
+    linears = {n: x for n, x in architecture_of(dense).linears.items() if n in block.masks}
     with inputs_of({n: x.module for n, x in linears.items()}) as inputs:
         dense(tiny_tokens(), use_cache=False)
     for name, linear in linears.items():
@@ -217,7 +218,7 @@ def test_a_blocks_error_is_that_of_its_output_on_the_pruned_stream(architecture,
     def record(fqn):
         return lambda _module, args, kwargs, output: seen.setdefault(fqn, []).append((args, kwargs, output))
 
-    for fqn in survey(model).blocks:
+    for fqn in architecture_of(model).blocks:
         model.get_submodule(fqn).register_forward_hook(record(fqn), with_kwargs=True)
     given = batches() if tokens > 1000 else batches()[:1]
     with torch.no_grad():
@@ -272,7 +273,7 @@ def test_a_linear_that_a_block_calls_twice_is_observed_twice_on_every_batch():
 
 def test_separable_linears_are_written_one_by_one_and_only_after_what_has_to_see_the_block_whole():
     model = tiny_model("llama")
-    dense = {n: x.weight.clone() for n, x in survey(model).linears.items()}
+    dense = {n: x.weight.clone() for n, x in architecture_of(model).linears.items()}
     asked: list[tuple[str, set[str]]] = []
 
     class RulePattern(Spy):
@@ -415,7 +416,7 @@ def test_one_pruner_selects_and_another_reconstructs():
         for model, reconstructor in zip(models, (None, SPECS["sparsegpt"]), strict=True)
     )
     assert all(torch.equal(mask.keep, rebuilt.masks[n].keep) for n, mask in selected.masks.items())
-    weights = [survey(m).linears["model.layers.0.mlp.down_proj"].weight for m in models]
+    weights = [architecture_of(m).linears["model.layers.0.mlp.down_proj"].weight for m in models]
     assert not torch.equal(*weights)
     assert torch.equal(weights[0] == 0, weights[1] == 0)
 
@@ -497,7 +498,7 @@ def test_an_input_that_is_not_finite_is_told_also_where_the_block_fails_because_
             raise IndexError("as a router's indices are out of range")
 
     def observed(*inputs):
-        wanted = {"fc": {"selects": Observed(FeatureNorms(4))}}
+        wanted = {"fc": {"selects": SharedStatistic(FeatureNorms(4))}}
         return observe({"fc": Linear("fc", linear)}, wanted, [partial(run, x) for x in inputs])
 
     fine = torch.ones(1, 3, 4)

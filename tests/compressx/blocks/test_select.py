@@ -15,11 +15,11 @@ from compressx import NoOptions, PruneResult
 from compressx.api.patterns import Unstructured, keep_mask
 from compressx.api.statistics import FeatureNorms, Hessian, SequenceSample
 from compressx.blocks import prune, select
-from compressx.blocks.observe import Observed
+from compressx.blocks.observe import SharedStatistic
 from compressx.blocks.prune import prune_model
 from compressx.blocks.select import combined, decide_all
 from compressx.models.access import InMemory
-from compressx.models.architecture import survey
+from compressx.models.architecture import architecture_of
 from compressx.models.blockwise import each_block
 from compressx.planning.plan import Plan, PlannedLinear, PlannedRule
 from compressx.runtime.ranks import Ranks
@@ -63,7 +63,7 @@ def test_seconds_of_a_linear_are_those_of_its_work_and_not_of_asking_for_it(sepa
         monkeypatch.setattr(module, "synchronize", gpu.synchronize)
     model = tiny_model("llama")
     spec = spec_of(Asking(gpu), separable=separable)
-    rule, found = PlannedRule(0, spec, NoOptions(), None, None), survey(model)
+    rule, found = PlannedRule(0, spec, NoOptions(), None, None), architecture_of(model)
     linears = tuple(
         PlannedLinear(n, found.block_of(n), tuple(x.weight.shape), rule, Unstructured(0.5))
         for n, x in found.linears.items()
@@ -104,7 +104,7 @@ KINDS = {
 
 def gathered(ranks: Ranks) -> dict[str, torch.Tensor]:
     """Return the tensors of statistics of all processes, each of which sees its share of the inputs."""
-    stats = {"fc": {name: Observed(kind(), "mine", kind) for name, kind in KINDS.items()}}
+    stats = {"fc": {name: SharedStatistic(kind(), "mine", kind) for name, kind in KINDS.items()}}
     select._place_after(stats, 3 * ranks.rank)
     for observed in stats["fc"].values():
         for batch in ranks.share(inputs()).split(2):
@@ -133,9 +133,9 @@ class Telling:
 
 
 def decided(ranks: Ranks) -> list[Any]:
-    block = next(
-        iter(each_block(InMemory(model := tiny_model("llama")), survey(model), dict.fromkeys(survey(model).blocks, ())))
-    )[0]
+    access = InMemory(tiny_model("llama"))
+    architecture = architecture_of(access.model)
+    block, _ = next(each_block(access, architecture, dict.fromkeys(architecture.blocks, ())))
     rule = PlannedRule(0, spec_of(None, separable=True), NoOptions(), None, None)
     patterns = dict.fromkeys(block.linears, Unstructured(0.5))
     pruners = {rule: (Telling(ranks.rank), None)}

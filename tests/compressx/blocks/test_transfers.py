@@ -15,8 +15,8 @@ from compressx.blocks.depth import solved_beside
 from compressx.blocks.fisher import gradients
 from compressx.blocks.prune import prune_model
 from compressx.models.access import InMemory
-from compressx.models.architecture import survey
-from compressx.models.blockwise import InFiles
+from compressx.models.architecture import architecture_of
+from compressx.models.blockwise import StateFiles
 from compressx.testing import tiny_model, tiny_tokens
 
 HALF = {"targets": ["*"], "pruner": "wanda", "sparsity": 0.5}
@@ -32,7 +32,7 @@ def pruned(folder: Path, batches: int, **sections: Any) -> Counts:
     with pretended_accelerator() as device:
         model = tiny_model("llama").to("cuda")
         ids = tiny_tokens(sequences=batches).split(1)
-        blocks = prune_model(InMemory(model), planned(model, HALF, **sections), ids, keep=InFiles(folder))
+        blocks = prune_model(InMemory(model), planned(model, HALF, **sections), ids, keep=StateFiles(folder))
         next(blocks)
         with device.counted() as counts:
             next(blocks)
@@ -50,12 +50,12 @@ def test_no_states_masks_or_weights_go_through_memory_that_is_not_pinned(section
     )
 
 
-def solved(access: InMemory, ids: Sequence[torch.Tensor], keep: InFiles) -> None:
+def solved(access: InMemory, ids: Sequence[torch.Tensor], keep: StateFiles) -> None:
     assert solved_beside(access, planned(access.model).scored({}, {"model.layers.1": 0.0}), ids, keep)
 
 
-def differentiated(access: InMemory, ids: Sequence[torch.Tensor], keep: InFiles) -> None:
-    gradients(access, survey(access.model), list(survey(access.model).blocks), ids, keep)
+def differentiated(access: InMemory, ids: Sequence[torch.Tensor], keep: StateFiles) -> None:
+    gradients(access, architecture_of(access.model), list(architecture_of(access.model).blocks), ids, keep)
 
 
 @pytest.mark.parametrize("work", [solved, differentiated])
@@ -66,7 +66,7 @@ def test_what_is_measured_on_states_in_files_copies_only_token_ids_and_numbers_b
             access = InMemory(tiny_model("llama").to("cuda"))
             ids = [x.to("cuda") for x in tiny_tokens(sequences=batches).split(1)]
             with device.counted() as counts:
-                work(access, ids, InFiles(tmp_path / str(batches)))
+                work(access, ids, StateFiles(tmp_path / str(batches)))
         assert counts.to_host_bytes > 64 * 4 * sum(x.numel() for x in ids), "at least the states of one block"
         found.append(tensors(counts))
     assert found[0] == found[1], "of no batch"

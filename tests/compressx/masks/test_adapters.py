@@ -17,7 +17,7 @@ from torch.nn.utils import parametrize
 
 from compressx.masks import MaskSet, mask_adapters, merge_adapters, squash
 from compressx.masks.file import MaskEntry
-from compressx.models.architecture import survey
+from compressx.models.architecture import architecture_of
 from compressx.runtime.errors import ArtifactError
 from compressx.testing import tiny_model, tiny_tokens
 
@@ -153,7 +153,7 @@ def test_adapters_of_a_file_are_masked_and_merged_as_those_that_were_trained(tmp
 
 def test_experts_with_adapters_are_masked_when_merged() -> None:
     model = tiny_model("mixtral")
-    experts = {name: x.weight for name, x in survey(model).linears.items() if x.expert is not None}
+    experts = {name: x.weight for name, x in architecture_of(model).linears.items() if x.expert is not None}
     masks = MaskSet(
         {n: MaskEntry(w.abs() > w.abs().median(), "50% layer", "magnitude", "0") for n, w in experts.items()}
     )

@@ -10,7 +10,7 @@ from torch import nn
 
 from compressx.masks.maskset import MaskEntry, MaskSet, weight_sha256
 from compressx.masks.maskset import squash as squash_held
-from compressx.models.architecture import survey
+from compressx.models.architecture import architecture_of
 from compressx.runtime.errors import ArtifactError
 from compressx.testing import tiny_model, tiny_tokens
 
@@ -162,7 +162,7 @@ def test_masks_of_fused_experts_are_applied_verified_and_held_like_any_other(kin
         f"model.layers.1.mlp.experts.{p}.{e}" for p, e in (("gate_up_proj", 0), ("gate_up_proj", 2), ("down_proj", 3))
     ]
     experts = model.model.layers[1].mlp.experts
-    linears = survey(model).linears
+    linears = architecture_of(model).linears
     weights = {n: linears[n].weight for n in names}
     generator = torch.Generator().manual_seed(0)
     keeps = {n: torch.rand(w.shape, generator=generator) > 0.5 for n, w in weights.items()}

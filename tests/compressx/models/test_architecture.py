@@ -14,7 +14,7 @@ from torch import nn
 from torch.ao.pruning.sparsifier.utils import FakeSparsity
 from torch.nn.utils import parametrizations, parametrize, prune, spectral_norm
 
-from compressx.models.architecture import find_blocks, refuse_prepared, survey
+from compressx.models.architecture import architecture_of, find_blocks, refuse_prepared
 from compressx.models.checkpoint import Checkpoint
 from compressx.models.loading import load_skeleton
 from compressx.runtime.errors import ArtifactError, UnsupportedModelError
@@ -58,7 +58,7 @@ OTHERS = {
 def test_every_block_and_linear_is_found_with_and_without_weights_and_every_matrix_accounted_for(architecture):
     """Nothing is silently left out: pruned weights, heads and refused weights together are all of the model's."""
     model = tiny_model(architecture)
-    found = survey(model)
+    found = architecture_of(model)
     blocks, kinds = EXPECTED[architecture]
     assert list(found.blocks) == [f"{blocks}.{i}" for i in range(3)]
     of_blocks = {i: OTHERS.get((architecture, i), kinds) for i in range(3)}
@@ -68,7 +68,7 @@ def test_every_block_and_linear_is_found_with_and_without_weights_and_every_matr
         assert tuple(linear.weight.shape) == (linear.out_features, linear.in_features)
 
     with torch.device("meta"):
-        bare = survey(tiny_model(architecture))
+        bare = architecture_of(tiny_model(architecture))
     assert (list(bare.linears), list(bare.outside)) == (list(found.linears), list(found.outside))
     assert bare.unprunable == found.unprunable
 
@@ -87,9 +87,9 @@ def test_every_block_and_linear_is_found_with_and_without_weights_and_every_matr
 def test_experts_stored_in_by_out_are_seen_out_by_in_with_their_biases() -> None:
     model = tiny_model("gpt-oss")
     experts = model.model.layers[1].mlp.experts
-    names = {n for n in survey(model).linears if n.startswith("model.layers.1.mlp")}
+    names = {n for n in architecture_of(model).linears if n.startswith("model.layers.1.mlp")}
     assert names == {f"model.layers.1.mlp.experts.{p}.{e}" for p in ("gate_up_proj", "down_proj") for e in range(4)}
-    linear = survey(model).linears["model.layers.1.mlp.experts.gate_up_proj.2"]
+    linear = architecture_of(model).linears["model.layers.1.mlp.experts.gate_up_proj.2"]
     assert (linear.out_features, linear.in_features) == (192, 64)
     assert torch.equal(linear.weight, experts.gate_up_proj[2].T)
     assert torch.equal(linear.bias, experts.gate_up_proj_bias[2])
@@ -111,7 +111,7 @@ def coded(model: Any, kinds: tuple[str, ...]) -> Any:
 )  # fmt: skip
 def test_what_cannot_be_pruned_says_why(architecture: str, name: str, told: str) -> None:
     model = tiny_model(architecture)
-    found = survey(coded(model, ("down_proj",)) if architecture == "llama" else model)
+    found = architecture_of(coded(model, ("down_proj",)) if architecture == "llama" else model)
     assert name not in {**found.linears, **found.outside}
     assert found.unprunable[name].startswith(told)
 
@@ -223,18 +223,18 @@ def test_blocks_without_a_linear_are_refused_with_what_they_hold_instead(kind: s
     folder = save_foreign(tmp_path / "model", (kind, kind, kind))
     told = rf"compressx knows; trunk\.stages\.0\.qkv is not a linear: {kind} holds {held}; expected nn\.Linear"
     with pytest.raises(UnsupportedModelError, match=told):
-        survey(load_skeleton(Checkpoint(str(folder), trust_remote_code=True)))
+        architecture_of(load_skeleton(Checkpoint(str(folder), trust_remote_code=True)))
 
 
 def test_blocks_whose_linears_are_all_quantized_are_refused_by_their_dtype() -> None:
     model = coded(tiny_model("llama"), ("",))
     with pytest.raises(UnsupportedModelError, match=r"q_proj cannot be pruned: its weight is quantized .*float8"):
-        survey(model)
+        architecture_of(model)
 
 
 def test_some_blocks_may_be_without_linears(tmp_path: Path) -> None:
     folder = save_foreign(tmp_path / "model", ("MyLinear", "nn.Linear", "nn.Linear"))
-    found = survey(load_skeleton(Checkpoint(str(folder), trust_remote_code=True)))
+    found = architecture_of(load_skeleton(Checkpoint(str(folder), trust_remote_code=True)))
     assert {found.block_of(name) for name in found.linears} == {"trunk.stages.1", "trunk.stages.2"}
     assert found.unprunable["trunk.stages.0.qkv"].startswith("not a linear: MyLinear")
 

@@ -14,8 +14,8 @@ from compressx.blocks.fisher import gradients
 from compressx.blocks.observe import linears_watched
 from compressx.models import arithmetic
 from compressx.models.access import InMemory
-from compressx.models.architecture import survey
-from compressx.models.arithmetic import products_in, rates, run_arithmetic
+from compressx.models.architecture import architecture_of
+from compressx.models.arithmetic import matmuls_in, rates, run_arithmetic
 from compressx.models.blockwise import capture, each_block
 from compressx.testing import TINY_CONFIGS, tiny_model, tiny_tokens
 
@@ -116,7 +116,7 @@ def test_a_wider_product_is_the_exact_one_rounded_once(narrow):
     x, y = (torch.randn(2, 3, 40, 40, generator=generator).to(narrow) for _ in range(2))
     part, bias = torch.nn.Linear(40, 40).to(narrow), torch.randn(40, generator=generator).to(narrow)
     exact = [x.double(), y.double()]
-    with products_in(F32, part, CPU):
+    with matmuls_in(F32, part, CPU):
         products = {
             "@": x @ y,
             "linear": functional.linear(x, y[0, 0], bias),
@@ -140,7 +140,7 @@ def test_a_wider_product_is_the_exact_one_rounded_once(narrow):
 def test_a_16_bit_block_multiplies_in_float32_forwards_and_backwards(architecture):
     model = tiny_model(architecture, dtype=BF16)
     before = {name: p.clone() for name, p in model.named_parameters()}
-    found, batches = survey(model), [tiny_tokens()]
+    found, batches = architecture_of(model), [tiny_tokens()]
     outputs = {}
     for products in (None, F32):
         access = InMemory(model, products)
@@ -164,7 +164,7 @@ def test_a_16_bit_block_multiplies_in_float32_forwards_and_backwards(architectur
 @pytest.mark.parametrize(("weights", "products"), [(F16, BF16), (BF16, F16)], ids=str)
 def test_a_block_that_multiplies_in_the_other_dtype_of_16_bits_keeps_its_own(architecture, weights, products):
     model = tiny_model(architecture, dtype=weights)
-    found = survey(model)
+    found = architecture_of(model)
     outputs = []
     for dtype in (None, products):
         access = InMemory(model, dtype)
@@ -181,7 +181,7 @@ def test_a_block_that_multiplies_in_the_other_dtype_of_16_bits_keeps_its_own(arc
 
 def test_the_gradient_of_the_loss_is_measured_with_the_same_products():
     model = tiny_model("llama", dtype=BF16)
-    found = survey(model)
+    found = architecture_of(model)
     for products in (BF16, F32):
         with Products() as counted:
             gradients(InMemory(model, products), found, list(found.blocks), [tiny_tokens()])
@@ -190,7 +190,7 @@ def test_the_gradient_of_the_loss_is_measured_with_the_same_products():
 
 def test_fused_experts_are_observed_while_their_products_are_wider():
     model = tiny_model("mixtral", dtype=BF16)
-    found = survey(model)
+    found = architecture_of(model)
     counts = []
     for products in (None, F32):
         access, seen = InMemory(model, products), {}
@@ -206,10 +206,10 @@ def test_fused_experts_are_observed_while_their_products_are_wider():
 def test_weights_in_the_dtype_of_the_products_are_left_alone():
     for weights, products in ((BF16, BF16), (F32, F32), (F16, F16), (F32, None), (torch.float64, F32)):
         part = torch.nn.Linear(4, 4).to(weights)
-        with products_in(products, part, CPU), Products() as counted:
+        with matmuls_in(products, part, CPU), Products() as counted:
             part(torch.ones(2, 4, dtype=weights))
             assert not torch.is_autocast_enabled("cpu")
         assert counted.seen == {weights}
     part = torch.nn.Sequential(torch.nn.Linear(4, 4).to(BF16), torch.nn.Linear(4, 4))  # as a router in float32
-    with products_in(BF16, part, CPU):
+    with matmuls_in(BF16, part, CPU):
         assert not torch.is_autocast_enabled("cpu")

@@ -11,9 +11,9 @@ from tests.accelerator import Counts, pretended_accelerator
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from compressx.models.access import Access, InMemory
-from compressx.models.architecture import survey
+from compressx.models.architecture import architecture_of
 from compressx.models.blockwise import (
-    InFiles,
+    StateFiles,
     advance,
     capture,
     capture_calls,
@@ -38,14 +38,14 @@ def streamed(tmp_path: Path) -> Access:
 
 def held(access: Access) -> set[str]:
     """Return which blocks have their weights."""
-    blocks = survey(access.model).blocks.items()
+    blocks = architecture_of(access.model).blocks.items()
     return {fqn for fqn, module in blocks if not any(p.is_meta for p in module.parameters())}
 
 
 @pytest.mark.parametrize("architecture", TINY_CONFIGS)
 def test_states_that_go_through_each_block_come_out_as_the_models_logits(architecture: str):
     access = InMemory(tiny_model(architecture))
-    found, batches = survey(access.model), tiny_tokens(sequences=3).split(2)
+    found, batches = architecture_of(access.model), tiny_tokens(sequences=3).split(2)
     states, calls = capture(access, found, batches)
     with torch.no_grad():
         for block, runs in each_block(access, found, calls):
@@ -58,7 +58,7 @@ def test_states_that_go_through_each_block_come_out_as_the_models_logits(archite
 @pytest.mark.parametrize("memory", [True, False])
 def test_a_block_comes_with_its_own_linears_and_calls_in_any_order_and_alone(memory: bool, tmp_path: Path):
     access = InMemory(tiny_model("llama")) if memory else streamed(tmp_path)
-    found = survey(access.model)
+    found = architecture_of(access.model)
     _, calls = capture(access, found, tiny_tokens().split(4))
     order, given = list(found.blocks), []
     for block, _ in each_block(access, found, calls, reversed(order)):
@@ -73,7 +73,7 @@ def test_a_block_comes_with_its_own_linears_and_calls_in_any_order_and_alone(mem
 
 def test_a_loop_that_is_left_early_gives_the_weights_back(tmp_path: Path):
     access = streamed(tmp_path)
-    found = survey(access.model)
+    found = architecture_of(access.model)
 
     def left(error: type[Exception] | None) -> None:
         for _ in each_block(access, found, {fqn: [] for fqn in found.blocks}):
@@ -90,7 +90,7 @@ def test_a_loop_that_is_left_early_gives_the_weights_back(tmp_path: Path):
 
 def test_what_leaves_a_block_goes_where_it_is_wanted_and_what_enters_it_stays():
     access = InMemory(tiny_model("llama"))
-    found = survey(access.model)
+    found = architecture_of(access.model)
     states, calls = capture(access, found, tiny_tokens().split(4))
     before, room = [x.clone() for x in states], [torch.empty_like(x) for x in states]
     block, runs = next(each_block(access, found, calls))
@@ -103,7 +103,7 @@ def test_what_leaves_a_block_goes_where_it_is_wanted_and_what_enters_it_stays():
 
 def test_an_output_that_is_not_finite_is_refused_by_the_blocks_name():
     access = InMemory(tiny_model("llama"))
-    found = survey(access.model)
+    found = architecture_of(access.model)
     states, calls = capture(access, found, [tiny_tokens()])
     found.linears["model.layers.0.mlp.down_proj"].weight[0, 0] = torch.inf
     block, runs = next(each_block(access, found, calls))
@@ -115,9 +115,9 @@ def advanced(tmp_path: Path, batches: int, *, files: bool) -> tuple[Counts, list
     """Run the second block on a pretended accelerator; return what was counted, and the states on the host."""
     with pretended_accelerator() as device:
         access = InMemory(tiny_model("llama").to("cuda"))
-        found = survey(access.model)
+        found = architecture_of(access.model)
         ids = list(tiny_tokens(sequences=batches).split(1))
-        states, calls = capture(access, found, ids, InFiles(tmp_path) if files else in_memory)
+        states, calls = capture(access, found, ids, StateFiles(tmp_path) if files else in_memory)
         with torch.no_grad():
             block, runs = next(each_block(access, found, calls, [list(found.blocks)[1]]))
             with device.counted() as counts:
@@ -138,11 +138,11 @@ def test_an_accelerator_is_waited_for_once_a_block_and_once_a_batch_of_states_in
 
 @pytest.mark.parametrize("architecture", TINY_CONFIGS)
 def test_products_are_narrow_where_access_says_so_and_states_stay_wide(architecture: str):
-    access = InMemory(tiny_model(architecture), products=torch.bfloat16)
+    access = InMemory(tiny_model(architecture), matmul_dtype=torch.bfloat16)
     if architecture == "gpt-oss":  # all experts, or rounding would choose others
         for block in access.model.model.layers:
             block.mlp.router.top_k = 4
-    found, ids = survey(access.model), tiny_tokens(sequences=2)
+    found, ids = architecture_of(access.model), tiny_tokens(sequences=2)
     (state,), calls = capture(access, found, [ids])
     with torch.no_grad():
         for block, runs in each_block(access, found, calls):
@@ -175,7 +175,7 @@ def test_blocks_run_one_at_a_time_give_the_models_own_logits_whatever_they_retur
     values = {"vocab_size": 128, "hidden_size": 64, "bos_token_id": 1, "eos_token_id": 2, **_CONFIGS[model_type]}
     config = AutoConfig.for_model(model_type, **values)
     model = AutoModelForCausalLM.from_config(config).eval()
-    blocks, ids = survey(model).blocks, tiny_tokens(sequences=2)
+    blocks, ids = architecture_of(model).blocks, tiny_tokens(sequences=2)
     (state,), calls = capture_calls(model, blocks, [ids])
     with torch.no_grad():
         for fqn, block in blocks.items():
@@ -220,7 +220,7 @@ def hands_on(model: Any, take: str) -> Any:
 @pytest.mark.parametrize("take", ["states", "indices", "index"])
 def test_what_a_block_returns_beside_hidden_states_reaches_the_next_one(take: str):
     model = hands_on(tiny_model("llama"), take)
-    found, batches = survey(model), [tiny_tokens(sequences=2), tiny_tokens(sequences=3, seed=1)]
+    found, batches = architecture_of(model), [tiny_tokens(sequences=2), tiny_tokens(sequences=3, seed=1)]
     with torch.no_grad():
         expected = [model(ids, use_cache=False).logits for ids in batches]
         states, calls = capture(access := InMemory(model), found, batches)
@@ -256,7 +256,7 @@ def test_what_cannot_be_run_one_block_at_a_time_is_refused_without_weights_too(l
     space: dict[str, Any] = {"embed": model.model.embed_tokens, "layers": model.model.layers}
     exec(source, space)  # noqa: S102 - the test's own
     model.model.forward = space["forward"]
-    found = survey(model)
+    found = architecture_of(model)
     with pytest.raises(UnsupportedModelError, match=told):
         capture_calls(model, found.blocks, [tiny_tokens(sequences=2, length=16)])
     with pytest.raises(UnsupportedModelError, match=told.replace("4, 2", "4, 1")):
@@ -265,7 +265,7 @@ def test_what_cannot_be_run_one_block_at_a_time_is_refused_without_weights_too(l
 
 def test_a_forward_that_is_a_blocks_own_is_put_back():
     model = tiny_model("llama")
-    blocks, ids = survey(model).blocks, tiny_tokens(sequences=2)
+    blocks, ids = architecture_of(model).blocks, tiny_tokens(sequences=2)
     block = model.model.layers[1]
     plain = block.forward
     block.forward = lambda *args, **kwargs: 2 * plain(*args, **kwargs)
@@ -277,7 +277,7 @@ def test_a_forward_that_is_a_blocks_own_is_put_back():
 
 def test_a_block_that_is_not_called_is_refused():
     model = tiny_model("llama")
-    blocks = survey(model).blocks
+    blocks = architecture_of(model).blocks
     model.model.layers = model.model.layers[:2]
     with pytest.raises(UnsupportedModelError, match="expected its 3 blocks to be called once each, in order; called: "):
         capture_calls(model, blocks, [tiny_tokens(sequences=2)])

@@ -23,7 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from compressx.models import gguf_header
 from compressx.models.access import InMemory
-from compressx.models.architecture import survey
+from compressx.models.architecture import architecture_of
 from compressx.models.checkpoint import Checkpoint, find_checkpoint
 from compressx.models.gguf_export import (
     FEWER_HEADS,
@@ -130,7 +130,7 @@ def test_neurons_of_zeros_are_left_out_of_other_families_unless_each_block_has_n
     family: str, neurons: str | None, tmp_path: Path
 ):
     model = tiny_of(family)
-    found = survey(model)
+    found = architecture_of(model)
     for name, linear in found.linears.items():
         if name.rpartition(".")[2] in {"c_proj", "down_proj", "w2"} and ".attn." not in name:
             linear.held[:, :40] = 0

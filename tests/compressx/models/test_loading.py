@@ -12,7 +12,7 @@ from tests.compressx.saved import save_tiny
 from transformers import AutoModelForCausalLM
 
 from compressx.models.access import InMemory
-from compressx.models.architecture import find_blocks, survey
+from compressx.models.architecture import architecture_of, find_blocks
 from compressx.models.checkpoint import Checkpoint, explained, find_checkpoint, local_folder
 from compressx.models.loading import _without_gguf, load_empty, load_model, load_skeleton, load_tokenizer
 from compressx.models.shards import files_of
@@ -333,7 +333,7 @@ def test_whether_a_head_is_the_embeddings_is_known_by_the_tensors_everywhere(
     tied = not stored.startswith("own")
     for model in (loaded, load_skeleton(checkpoint), streamed.model):
         assert model.config.get_text_config().tie_word_embeddings is tied
-    assert ("lm_head" in survey(load_skeleton(checkpoint)).outside) is not tied
+    assert ("lm_head" in architecture_of(load_skeleton(checkpoint)).outside) is not tied
     assert torch.equal(loaded.get_output_embeddings().weight, expected)
     with torch.no_grad():
         logits = loaded(ids, use_cache=False).logits

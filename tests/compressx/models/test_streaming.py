@@ -25,8 +25,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 from compressx.models import shards, streaming
 from compressx.models.access import Access, InMemory, WriteBehind, block_file, device_for, weights_fingerprint
-from compressx.models.architecture import find_blocks, survey
-from compressx.models.blockwise import InFiles, each_block
+from compressx.models.architecture import architecture_of, find_blocks
+from compressx.models.blockwise import StateFiles, each_block
 from compressx.models.checkpoint import Checkpoint, find_checkpoint
 from compressx.models.loading import load_model
 from compressx.models.shards import OUTSIDE, checkpoint_tensors, find_shards
@@ -284,7 +284,7 @@ def test_room_for_hidden_states_is_taken_up_before_they_are_written(tmp_path: Pa
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(ArtifactError, match=r"0\.states: No space left"):
-        InFiles(tmp_path)(torch.ones(3))
+        StateFiles(tmp_path)(torch.ones(3))
 
 
 DEVICES: list[tuple[int, dict[str, str], str, str]] = [
@@ -323,7 +323,7 @@ def streamed(tmp_path: Path) -> StreamedModel:
 
 
 def visited(model: StreamedModel, names: list[str] | None = None) -> list[str]:
-    found = survey(model.model)
+    found = architecture_of(model.model)
     return [block.fqn for block, _ in each_block(model, found, {fqn: [] for fqn in model.blocks}, names)]
 
 

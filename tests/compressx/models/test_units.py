@@ -10,7 +10,7 @@ import torch
 
 from compressx import Block, UnsupportedModelError
 from compressx.models.access import InMemory
-from compressx.models.architecture import survey
+from compressx.models.architecture import architecture_of
 from compressx.models.blockwise import each_block
 from compressx.models.units import find_units
 from compressx.testing import TINY_CONFIGS, tiny_model, tiny_tokens
@@ -21,7 +21,7 @@ OF_ALL_HEADS = {"olmo2"}
 
 
 def first_block(model: torch.nn.Module, number: int = 0) -> Block:
-    found = survey(model)
+    found = architecture_of(model)
     block, _ = next(each_block(InMemory(model), found, dict.fromkeys(found.blocks, ()), [*found.blocks][number:]))
     return block
 

@@ -97,7 +97,7 @@ def test_a_16_bit_model_is_run_and_trained_in_float32_where_that_is_faster(machi
     machine(SLOW_IN_16_BITS)
     real = pruning.prune_model
     monkeypatch.setattr(
-        pruning, "prune_model", lambda access, *rest: seen.append(access.products) or real(access, *rest)
+        pruning, "prune_model", lambda access, *rest: seen.append(access.matmul_dtype) or real(access, *rest)
     )
     windows = torch.randint(0, 64, (8, 32), generator=torch.Generator().manual_seed(0))
     rule = {"targets": ["*"], "pruner": "wanda", "sparsity": 0.5}

@@ -11,7 +11,7 @@ from compressx.api.patterns import NM, Unstructured
 from compressx.blocks.fisher import fisher_diagonal
 from compressx.blocks.prune import prune_model
 from compressx.models.access import InMemory
-from compressx.models.architecture import survey
+from compressx.models.architecture import architecture_of
 from compressx.models.blockwise import capture, each_block, passes
 from compressx.planning.plan import Plan, PlannedLinear, PlannedRule
 from compressx.testing import tiny_model
@@ -26,7 +26,7 @@ FQN = "model.layers.0"
 def pruned(selector, reconstructor, pattern):
     """Prune query and key of the first block; returns the masks, the model, how to run the block, and what it gave."""
     model, tokens = tiny_model("llama"), batches()
-    access, found = InMemory(model), survey(model)
+    access, found = InMemory(model), architecture_of(model)
     states, calls = capture(access, found, tokens)
     _, runs = next(each_block(access, found, calls))
     running = passes(runs, states)
@@ -45,7 +45,7 @@ def pruned(selector, reconstructor, pattern):
 
 def errors(model, running, dense) -> tuple[float, float]:
     """Return the squared error of what query and key give on the dense block's inputs, and of the block's output."""
-    found, untouched = survey(model), survey(tiny_model("llama")).linears
+    found, untouched = architecture_of(model), architecture_of(tiny_model("llama")).linears
     names = [f"{FQN}.self_attn.{x}_proj" for x in "qk"]
     inputs: list[torch.Tensor] = []
     hook = found.linears[names[0]].module.register_forward_pre_hook(lambda m, args: inputs.append(args[0]))
@@ -61,7 +61,7 @@ def errors(model, running, dense) -> tuple[float, float]:
 def test_the_mask_is_the_selectors_and_what_the_reconstructor_cares_for_is_nearer(selector, reconstructor, pattern):
     alone, *_ = pruned(selector, None, pattern)
     masks, model, *stream = pruned(selector, reconstructor, pattern)
-    linears, untouched = survey(model).linears, survey(tiny_model("llama")).linears
+    linears, untouched = architecture_of(model).linears, architecture_of(tiny_model("llama")).linears
     for name, entry in masks.items():
         assert torch.equal(entry.keep, alone[name].keep)
         assert torch.equal(linears[name].weight != 0, entry.keep)

@@ -13,7 +13,7 @@ from tests.compressx.pipeline.runs import recipe, same, weights
 
 import compressx
 from compressx.masks import MaskSet
-from compressx.models.architecture import survey
+from compressx.models.architecture import architecture_of
 from compressx.models.checkpoint import find_checkpoint
 from compressx.models.loading import load_model
 from compressx.pipeline.run import run
@@ -91,7 +91,7 @@ def test_experts_in_every_layout_are_pruned_in_memory_and_streamed_to_the_same_b
         run(asked | {"model": {"path": str(folder), "streaming": s}, "output": f"out-{s}"}) for s in (False, True)
     ]
     assert all(r.targeted > 0.99 for r in reports)
-    assert {x.name for x in reports[0].layers} == {n for n in survey(model).linears if "classifier" not in n}
+    assert {x.name for x in reports[0].layers} == {n for n in architecture_of(model).linears if "classifier" not in n}
     assert {x.sparsity for x in reports[0].layers} == {0.5}
     assert same(weights("out-True/model"), weights("out-False/model"))
     masks = MaskSet.load("out-True/masks.safetensors")

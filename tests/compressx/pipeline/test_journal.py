@@ -19,7 +19,7 @@ from tests.compressx.processes import in_two, joined
 
 from compressx.api.record import BlockReport
 from compressx.models import access, shards
-from compressx.models.blockwise import HiddenStates
+from compressx.models.blockwise import HiddenStates, in_memory
 from compressx.models.shards import read_tensors
 from compressx.pipeline.run import run
 from compressx.runtime.errors import ArtifactError
@@ -382,11 +382,11 @@ def test_a_forged_block_is_damaged(file: str, forged: Any, tmp_path: Path) -> No
     with kept.recording(access):  # type: ignore[arg-type]
         kept.add(access, report, (), {}, HiddenStates([torch.zeros(1, 2, 3)]))  # type: ignore[arg-type]
     kept._record()()
-    assert Journal(tmp_path, {}).restore(access)[0][0] == report  # type: ignore[arg-type]
+    assert Journal(tmp_path, {}).restore(access, in_memory)[0][0] == report  # type: ignore[arg-type]
     if file == "states":
         shards.write_tensors(tmp_path / "blocks" / "states-1.0.safetensors", forged)
     else:
         path = tmp_path / "blocks" / "block.0.json"
         path.write_text(json.dumps({**json.loads(path.read_text()), **forged} if forged else forged))
     with pytest.raises(ArtifactError, match=r"is damaged .*; start over with --restart$"):
-        Journal(tmp_path, {}).restore(access)  # type: ignore[arg-type]
+        Journal(tmp_path, {}).restore(access, in_memory)  # type: ignore[arg-type]

@@ -569,13 +569,13 @@ def test_a_streamed_model_gives_the_bits_of_one_in_memory(about, models):
 def in_files(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Bytes of the hidden states and gradients that were kept in files."""
     kept: list[int] = []
-    real = blockwise.InFiles.__call__
+    real = blockwise.StateFiles.__call__
 
-    def counting(self: blockwise.InFiles, states: torch.Tensor) -> torch.Tensor:
+    def counting(self: blockwise.StateFiles, states: torch.Tensor) -> torch.Tensor:
         kept.append(states.numel() * states.element_size())
         return real(self, states)
 
-    monkeypatch.setattr(blockwise.InFiles, "__call__", counting)
+    monkeypatch.setattr(blockwise.StateFiles, "__call__", counting)
     return kept
 
 

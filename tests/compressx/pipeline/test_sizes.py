@@ -13,7 +13,7 @@ import pytest
 import torch
 from tests.compressx.pipeline.runs import MAGNITUDE, recipe
 
-from compressx.models.architecture import survey
+from compressx.models.architecture import architecture_of
 from compressx.pipeline import sizes
 from compressx.pipeline.memory import prune
 from compressx.pipeline.run import loaded_recipe, plan, run
@@ -27,7 +27,7 @@ from compressx.training import stage as training
 STATES = 8 * 32 * 64 * 4
 """Bytes of the hidden states of the calibration text."""
 
-SHAPES = [x.weight.shape for x in survey(tiny_model("llama")).linears.values()]
+SHAPES = [x.weight.shape for x in architecture_of(tiny_model("llama")).linears.values()]
 ADAPTERS, LINEARS = sum(2 * sum(shape) for shape in SHAPES), sum(shape.numel() for shape in SHAPES)
 
 

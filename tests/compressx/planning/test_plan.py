@@ -15,7 +15,7 @@ import torch
 from compressx.allocation.stage import Allocate
 from compressx.api.patterns import Unstructured
 from compressx.api.pruner import Linear
-from compressx.models.architecture import survey
+from compressx.models.architecture import architecture_of
 from compressx.planning.make import make_plan
 from compressx.planning.plan import Plan
 from compressx.planning.targets import targeted_by
@@ -117,7 +117,7 @@ def test_the_head_is_pruned_when_a_rule_names_it(planned: Any, refusal: Any) -> 
 
 def test_a_name_that_linears_of_the_blocks_have_is_not_that_of_a_linear_outside_unless_spelt_out() -> None:
     """As `q_proj` is in the vision tower of a multimodal model."""
-    found = survey(tiny_model("llama"))
+    found = architecture_of(tiny_model("llama"))
     tower = "model.vision_tower.layers.0.self_attn.q_proj"
     found = replace(found, outside={**found.outside, tower: Linear(tower, torch.nn.Linear(4, 4))})
     loaded = load_recipe({

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from compressx.models.access import InMemory
-from compressx.models.architecture import survey
+from compressx.models.architecture import architecture_of
 from compressx.prompts import needles
 from compressx.prompts.needles import CHOOSING, MEASURING, model_facts, needle_prompt
 from compressx.prompts.templates import text_ids
@@ -114,7 +114,7 @@ def test_what_is_measured_is_not_what_blocks_are_chosen_by() -> None:
 def test_facts_with_needles_have_the_scores_of_all_blocks_that_can_be_read_at_the_sentences_places(tokenizer) -> None:
     for architecture, blocks in (("llama", (0, 1, 2)), ("gemma3", (1,))):
         model = tiny_model(architecture)
-        facts = model_facts(InMemory(model), survey(model), tokenizer, 3)
+        facts = model_facts(InMemory(model), architecture_of(model), tokenizer, 3)
         assert (facts.blocks, facts.heads, facts.global_blocks) == (3, 4, blocks)
         assert len(facts.needles) == 12
         for needle in facts.needles:
@@ -123,13 +123,13 @@ def test_facts_with_needles_have_the_scores_of_all_blocks_that_can_be_read_at_th
             assert needle.scores.shape[3] < 128, "protected tokens are left out"
             assert (needle.places.diff() == 1).all()
         assert {len(needle.places) for needle in facts.needles} == {len(fact.sentence) + 1 for fact in CHOOSING}
-        assert model_facts(InMemory(model), survey(model), None, 0).needles == ()
+        assert model_facts(InMemory(model), architecture_of(model), None, 0).needles == ()
 
 
 def test_the_places_of_a_needle_are_its_sentences_among_what_is_scored(either: Any, monkeypatch: Any) -> None:
     """Each token's score is its id, so that what lies at the places can be read."""
     monkeypatch.setattr(needles, "read_scores", lambda _access, _found, ids, _wanted: ids[None, None, None].float())
     model = tiny_model("llama")
-    found = model_facts(InMemory(model), survey(model), either, 1).needles
+    found = model_facts(InMemory(model), architecture_of(model), either, 1).needles
     told = [either.decode(needle.scores[0, 0, 0, needle.places].long()) for needle in found]
     assert told == [f" {fact.sentence}" for fact in CHOOSING for _ in range(3)]

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from compressx.api.selector import AttentionRows
 from compressx.models.access import InMemory
-from compressx.models.architecture import survey
+from compressx.models.architecture import architecture_of
 from compressx.models.checkpoint import Checkpoint
 from compressx.models.streaming import open_streamed
 from compressx.prompts.scores import _queries, _Read, _read, check_global, global_blocks, read_scores
@@ -27,7 +27,7 @@ WHOLE = {"gemma2": (1,), "gemma3": (1,), "qwen3.5": (1, 2), "gemma4": (1, 2)}
 
 
 def read(model: Any, ids: Tensor, *blocks: int, **more: Any) -> Tensor:
-    return read_scores(InMemory(model), survey(model), ids, AttentionRows(blocks, **more))
+    return read_scores(InMemory(model), architecture_of(model), ids, AttentionRows(blocks, **more))
 
 
 def prompt(length: int = 24) -> Tensor:
@@ -97,7 +97,7 @@ def test_the_nearest_block_is_named_where_there_are_several() -> None:
     kinds = ["sliding_attention"] * 5 + ["full_attention"]
     model = tiny_model("gemma3")
     model.config.layer_types = kinds * 2
-    found = survey(tiny_model("gemma3"))
+    found = architecture_of(tiny_model("gemma3"))
     named = type(found)(dict.fromkeys(map(str, range(12))), {}, {}, {})
     for block, near in ((0, 5), (7, 5), (9, 11)):
         with pytest.raises(UnsupportedModelError, match=f"use block {near}$"):
@@ -164,8 +164,8 @@ def test_a_model_that_stays_on_disk_has_the_same_scores(architecture: str, tmp_p
     model = tiny_model(architecture)
     model.save_pretrained(tmp_path)
     streamed, wanted = open_streamed(Checkpoint(str(tmp_path))), AttentionRows((1,), (0, 2), 3)
-    found = read_scores(streamed, survey(streamed.model), prompt(), wanted)
-    assert torch.equal(found, read_scores(InMemory(model), survey(model), prompt(), wanted))
+    found = read_scores(streamed, architecture_of(streamed.model), prompt(), wanted)
+    assert torch.equal(found, read_scores(InMemory(model), architecture_of(model), prompt(), wanted))
     assert all(parameter.is_meta for parameter in streamed.model.parameters())
 
 

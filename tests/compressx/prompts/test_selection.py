@@ -16,7 +16,7 @@ from tests.compressx.prompts.selectors import EARLY, PROTECT, Chosen, chosen, pl
 import compressx
 from compressx.api.selector import AttentionRows, ModelFacts
 from compressx.models.access import InMemory
-from compressx.models.architecture import survey
+from compressx.models.architecture import architecture_of
 from compressx.numerics.tokens import pooled
 from compressx.plugins.manager import Plugins
 from compressx.prompts import selection as module
@@ -29,7 +29,7 @@ from compressx.testing import TINY_CONFIGS, tiny_model
 def test_the_highest_scored_tokens_and_the_protected_ones_are_kept_in_order(architecture: str) -> None:
     model, ids = tiny_model(architecture), prompts()
     kept = compressx.select_tokens(model, ids, keep=20, **{**EARLY, "options": {"block": 1}})
-    scores = read_scores(InMemory(model), survey(model), ids[0], AttentionRows((1,)))[0, :, -1].sum(0)
+    scores = read_scores(InMemory(model), architecture_of(model), ids[0], AttentionRows((1,)))[0, :, -1].sum(0)
     best = pooled(scores[2:-4], 5).topk(14).indices + 2
     assert kept.places[0].tolist() == [0, 1, *sorted(best.tolist()), 56, 57, 58, 59]
     assert torch.equal(kept.input_ids, ids[:, kept.places[0]])
@@ -43,7 +43,7 @@ def test_a_selector_sees_the_scores_of_tokens_that_are_not_protected() -> None:
     assert selector.facts is not None
     assert (selector.facts.blocks, selector.facts.heads, selector.facts.global_blocks) == (3, 4, (0, 1, 2))
     model = tiny_model("llama")
-    whole = read_scores(InMemory(model), survey(model), prompts()[0], AttentionRows((0, 2), (3,), 5))
+    whole = read_scores(InMemory(model), architecture_of(model), prompts()[0], AttentionRows((0, 2), (3,), 5))
     assert torch.equal(selector.scores, whole[..., 2:-4])
 
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from compressx import Block, Linear
 from compressx.blocks.contract import answer_of
-from compressx.blocks.observe import Observed
+from compressx.blocks.observe import SharedStatistic
 
 SPECS = {name: BUILT_IN[name] for name in ("magnitude", "wanda", "sparsegpt", "alps")}
 
@@ -41,7 +41,7 @@ def prune(name: str, block: Block, pattern, x: torch.Tensor, **options):
         if statistic is not None:
             for part in x.split(1):
                 statistic.update(part)
-            stats[linear] = Observed(statistic)
+            stats[linear] = SharedStatistic(statistic)
     patterns = pattern if isinstance(pattern, dict) else dict.fromkeys(block.linears, pattern)
     return answer_of(name, pruner, block, patterns, stats)
 

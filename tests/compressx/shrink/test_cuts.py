@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from compressx.api.patterns import UnitKind
 from compressx.api.pruner import Block
 from compressx.models.access import InMemory
-from compressx.models.architecture import survey, text_config
+from compressx.models.architecture import architecture_of, text_config
 from compressx.models.units import find_units, leave_out
 from compressx.runtime.errors import UnsupportedModelError
 from compressx.shrink.cuts import RemainingUnits, renumber, smaller
@@ -45,7 +45,7 @@ def made(name: str, **changed: Any) -> Any:
 
 
 def blocks_of(model: Any) -> list[Block]:
-    found = survey(model)
+    found = architecture_of(model)
     return [
         Block(i, fqn, module, found.inside(fqn), (), text_config(model))
         for i, (fqn, module) in enumerate(found.blocks.items())

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from compressx.api.record import FinetuneReport
 from compressx.masks.maskset import MaskEntry, MaskSet, weight_sha256
-from compressx.models.architecture import survey
+from compressx.models.architecture import architecture_of
 from compressx.recipe.sections import Finetune, Lora
 from compressx.runtime.errors import ArtifactError, CalibrationError, OutOfMemoryError
 from compressx.testing import tiny_model, tiny_tokens
@@ -42,7 +42,7 @@ def masks_of(model: Any) -> MaskSet:
     return MaskSet(
         {
             n: MaskEntry(x.weight.abs() > x.weight.abs().median(), "50% layer", "magnitude", weight_sha256(x.weight))
-            for n, x in survey(model).linears.items()
+            for n, x in architecture_of(model).linears.items()
         }
     )
 
@@ -98,7 +98,7 @@ def gradient_norm(optimizer: Any) -> float:
 def test_survivors_change_and_the_zeros_stay(architecture: str) -> None:
     before, masks = pruned(architecture)
     after, _, report = tuned(architecture)
-    old, new = survey(before).linears, survey(after).linears
+    old, new = architecture_of(before).linears, architecture_of(after).linears
     for name, entry in masks.items():
         weight = new[name].weight
         assert torch.equal(weight != 0, entry.keep), name
@@ -130,7 +130,7 @@ def test_adapters_are_trained_in_place_of_weights_and_merged_under_the_masks(arc
     before, masks = pruned(architecture)
     after, _, report = tuned(architecture, lora={"rank": 4}, norms=norms)
     assert not any(hasattr(module, "base_layer") for module in after.modules())
-    old, new = survey(before).linears, survey(after).linears
+    old, new = architecture_of(before).linears, architecture_of(after).linears
     gains = 0
     for name, parameter in parameters(before).items():
         if (linear := name.removesuffix(".weight")) in masks:
@@ -156,7 +156,8 @@ def test_rank_and_targets_decide_what_an_adapter_is(monkeypatch: pytest.MonkeyPa
     after, _, report = tuned(lora={"rank": 2, "targets": ["*.q_proj", "*.0.mlp.*"]})
     tuned(lora={"rank": 3, "targets": ["*.q_proj"]})
     assert [(config.r, config.lora_alpha) for config in made] == [(2, 4), (3, 6)]
-    changed = {n for n in masks if not torch.equal(survey(after).linears[n].weight, survey(before).linears[n].weight)}
+    now, was = (architecture_of(x).linears for x in (after, before))
+    changed = {n for n in masks if not torch.equal(now[n].weight, was[n].weight)}
     expected = {n for n in masks if n.endswith("q_proj") or ".0.mlp." in n}
     assert changed == expected
     assert report.trained == sum(2 * sum(masks[name].keep.shape) for name in expected)
@@ -222,7 +223,7 @@ def test_a_teacher_in_16_bits_multiplies_in_the_same_dtype_as_the_model() -> Non
     teacher = tiny_model("llama", dtype=torch.bfloat16)
     for products in (torch.float32, torch.bfloat16):
         with Products() as counted:
-            finetune(model, masks, WINDOWS, Finetune(steps=1, held_out=0), teacher=teacher, products=products)
+            finetune(model, masks, WINDOWS, Finetune(steps=1, held_out=0), teacher=teacher, matmul_dtype=products)
         assert counted.seen == {products}
 
 
@@ -237,7 +238,7 @@ def test_the_next_step_sees_every_parameter_that_a_step_changed_whatever_the_pro
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
             expected.append(float(next_token_loss(copy.deepcopy(model)(WINDOWS).logits, WINDOWS)))
 
-    report = finetune(model, masks, WINDOWS, settings, products=torch.bfloat16, progress=progress)
+    report = finetune(model, masks, WINDOWS, settings, matmul_dtype=torch.bfloat16, progress=progress)
     assert report.losses[1:] == pytest.approx(expected[:2], rel=1e-5)
 
 
@@ -336,7 +337,8 @@ def test_gradient_checkpointing_computes_blocks_again_and_changes_nothing_but_me
     for checkpointing in (True, False):
         calls: list[Any] = []
         model, masks = pruned(architecture)
-        list(survey(model).blocks.values())[1].mlp.register_forward_pre_hook(lambda *given, to=calls: to.append(given))
+        _, second = architecture_of(model).blocks.values()
+        second.mlp.register_forward_pre_hook(lambda *given, to=calls: to.append(given))
         settings = Finetune(
             steps=2, learning_rate=1e-2, teacher="none", held_out=0, gradient_checkpointing=checkpointing
         )

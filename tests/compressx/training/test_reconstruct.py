@@ -23,8 +23,8 @@ from compressx.data.documents import documents
 from compressx.data.windows import calibration_windows, evaluation_windows, token_ids
 from compressx.masks.file import MaskEntry
 from compressx.models.access import InMemory
-from compressx.models.architecture import survey
-from compressx.models.arithmetic import products_in
+from compressx.models.architecture import architecture_of
+from compressx.models.arithmetic import matmuls_in
 from compressx.models.blockwise import capture_calls, replay
 from compressx.numerics.output_error import channel_weights
 from compressx.recipe.sections import ReconstructBlock
@@ -45,7 +45,7 @@ def planned(model, pattern=HALF, pruner="wanda", settings=SETTINGS, only=""):
 def outputs(model, tokens):
     """Return what leaves the last block [sequences, tokens, width], in float32."""
     seen = []
-    block = list(survey(model).blocks.values())[-1]
+    block = list(architecture_of(model).blocks.values())[-1]
     handle = block.register_forward_hook(lambda m, a, out: seen.append(out[0] if isinstance(out, tuple) else out))
     with torch.no_grad():
         model(tokens, use_cache=False)
@@ -53,17 +53,17 @@ def outputs(model, tokens):
     return seen[0].float()
 
 
-def trained_twice(architecture, model_dtype=torch.float32, products=None, **settings):
+def trained_twice(architecture, model_dtype=torch.float32, matmul_dtype=None, **settings):
     """Train a pruned block twice in a row, so that the second report begins with what the first left."""
     model, dense = (tiny_model(architecture, dtype=model_dtype) for _ in range(2))
     masks = next(iter(prune_model(InMemory(model), planned(model, settings=None), batches(2)))).masks
-    fqn, block = next(iter(survey(model).blocks.items()))
-    states, calls = capture_calls(dense, survey(dense).blocks, batches(2))
+    fqn, block = next(iter(architecture_of(model).blocks.items()))
+    states, calls = capture_calls(dense, architecture_of(dense).blocks, batches(2))
     with torch.no_grad():
-        targets = [replay(survey(dense).blocks[fqn], x, c) for x, c in zip(states, calls[fqn], strict=True)]
+        targets = [replay(architecture_of(dense).blocks[fqn], x, c) for x, c in zip(states, calls[fqn], strict=True)]
 
     def run(state, call):
-        with products_in(products, block, state.device):
+        with matmuls_in(matmul_dtype, block, state.device):
             return replay(block, state, call)
 
     runs = [partial(run, call=c) for c in calls[fqn]]
@@ -84,7 +84,7 @@ def test_every_architecture_comes_nearer_to_its_dense_output_and_keeps_its_zeros
         flags = {n: p.requires_grad for n, p in model.named_parameters()}
         pruned = list(prune_model(InMemory(model), planned(model, pattern, settings=settings), batches(2)))
         errors[settings] = mean_error(outputs(model, tokens), dense)
-        linears = survey(model).linears
+        linears = architecture_of(model).linears
         for block in pruned:
             for name, entry in block.masks.items():
                 weight = linears[name].weight
@@ -109,12 +109,12 @@ def test_a_bfloat16_model_is_trained_in_float32_and_its_error_is_that_of_the_rou
     assert all(p.dtype == torch.bfloat16 for p in model.parameters())
     assert first.report.reconstruction.after < first.report.reconstruction.before
     dense, exact = tiny_model(architecture, dtype=torch.bfloat16), model.float()
-    states, calls = capture_calls(dense, survey(dense).blocks, batches(2))
+    states, calls = capture_calls(dense, architecture_of(dense).blocks, batches(2))
     fqn = first.report.fqn
     with torch.no_grad():
-        targets = [replay(survey(dense).blocks[fqn], x, c) for x, c in zip(states, calls[fqn], strict=True)]
-        *_, call = capture_calls(exact, survey(exact).blocks, batches(2))[1][fqn]
-        out = replay(survey(exact).blocks[fqn], states[-1].float(), call)
+        targets = [replay(architecture_of(dense).blocks[fqn], x, c) for x, c in zip(states, calls[fqn], strict=True)]
+        *_, call = capture_calls(exact, architecture_of(exact).blocks, batches(2))[1][fqn]
+        out = replay(architecture_of(exact).blocks[fqn], states[-1].float(), call)
     expected = mean_error(out, targets[-1], of=torch.cat(targets))  # the last batch is the held-out one
     assert first.report.reconstruction.after == pytest.approx(expected, rel=0.02)
 
@@ -127,7 +127,7 @@ def test_channels_count_as_the_loss_reacts_to_them(monkeypatch):
     fisher = FisherDiagonal(channels={fqn: channels})
     settings = ReconstructBlock(passes=1, learning_rate=1e-9)
     first, *_ = prune_model(InMemory(model), planned(model, settings=settings), batches(2), fisher=fisher)
-    states, calls = capture_calls(dense, survey(dense).blocks, batches(2))
+    states, calls = capture_calls(dense, architecture_of(dense).blocks, batches(2))
     errors = []
     for state, call in list(zip(states, calls[fqn], strict=True))[1:]:  # the first is trained on
         with torch.no_grad():
@@ -156,8 +156,8 @@ def test_a_steps_gradient_is_the_mean_over_the_tokens_of_all_processes(monkeypat
     monkeypatch.setattr(torch.optim.Adam, "step", lambda o: gradients.append([p.grad.clone() for p in parameters]))
     for ranks in (Ranks(), Ranks(0, 2)):
         model = tiny_model("llama")
-        fqn, block = next(iter(survey(model).blocks.items()))
-        states, calls = capture_calls(model, survey(model).blocks, batches(2))
+        fqn, block = next(iter(architecture_of(model).blocks.items()))
+        states, calls = capture_calls(model, architecture_of(model).blocks, batches(2))
         runs = [partial(replay, block, call=c) for c in calls[fqn]]
         passages = [BlockBatch(x, -x, run) for x, run in zip(states, runs, strict=True)]
         parameters = [block.mlp.up_proj.weight, block.self_attn.q_proj.weight]
@@ -172,7 +172,7 @@ def test_a_steps_gradient_is_the_mean_over_the_tokens_of_all_processes(monkeypat
 def test_steps_are_fractions_of_each_tensors_size_that_rise_and_fall(monkeypatch):
     plain, model = tiny_model("llama"), tiny_model("llama")
     first = next(iter(prune_model(InMemory(plain), planned(plain, settings=None), batches(2))))
-    weights = [survey(plain).linears[name].weight for name in first.masks]
+    weights = [architecture_of(plain).linears[name].weight for name in first.masks]
     sizes = torch.tensor([float(w[w != 0].square().mean().sqrt()) for w in weights])
     rates, step = [], torch.optim.Adam.step
 
@@ -255,8 +255,8 @@ def test_weights_are_those_from_before_when_training_makes_the_held_out_error_wo
 def first_block(model, tokens):
     """Return the name of the first block, its masks, what enters it, and what runs it."""
     masks = next(iter(prune_model(InMemory(model), planned(model, settings=None), batches(2)))).masks
-    fqn, block = next(iter(survey(model).blocks.items()))
-    states, calls = capture_calls(model, survey(model).blocks, tokens)
+    fqn, block = next(iter(architecture_of(model).blocks.items()))
+    states, calls = capture_calls(model, architecture_of(model).blocks, tokens)
     return fqn, masks, states, [partial(replay, block, call=call) for call in calls[fqn]]
 
 
@@ -312,8 +312,8 @@ def _reconstructed(ranks: Ranks) -> dict[str, Any]:
     model = tiny_model("llama")
     mine = [0, 1] if ranks.size == 1 else [ranks.rank]
     order = [window for parts in (_SEEN, _HELD_OUT) for rank in mine for window in parts[rank]]
-    states, calls = capture_calls(model, survey(model).blocks, tiny_tokens(sequences=8).split(1))
-    fqn, block = next(iter(survey(model).blocks.items()))
+    states, calls = capture_calls(model, architecture_of(model).blocks, tiny_tokens(sequences=8).split(1))
+    fqn, block = next(iter(architecture_of(model).blocks.items()))
     with torch.no_grad():
         targets = [replay(block, x, call) for x, call in zip(states, calls[fqn], strict=True)]
     masks = {}
