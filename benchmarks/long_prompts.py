@@ -48,7 +48,7 @@ class Watched:
     """A selection that remembers the places that it selected last."""
 
     def __init__(self, selection: Any) -> None:
-        self.selection, self.wanted = selection, selection.wanted
+        self.selection, self.rows = selection, selection.rows
         self.last: Any = None
 
     def places(self, ids: Any, protected: Any) -> Any:

@@ -116,7 +116,7 @@ def within_budget(state: RunState, plan: Plan) -> Plan:
                 "smaller; add it, or give target a fraction of zeros"
             )
         (whole, each), units = _size(state, plan, budget), units_of(plan, settings.unit)
-        asked, most = budget.bytes or whole * (budget.parameters or 0), sum(u.most() for u in units)
+        asked, most = budget.bytes or whole * (budget.parameters or 0), sum(u.max_zeros() for u in units)
         least = whole - most * each
         if not least <= asked < whole:
             reach = f"{least / whole:.6g} to 1 of" if budget.bytes is None else f"{math.ceil(least)} to {whole}"

@@ -31,8 +31,8 @@ class UnitPart:
     """Linears that share one pattern: a single one, or all of a rule that needs one pattern for them.
 
     Attributes:
-        linears: in the model's order, of one rule. Of units that go whole, those of all its sets: the experts of a
-            block lose the same fraction.
+        linears: in the model's order, of one rule. With whole units those of all its sets, such as experts, which all
+            lose the same fraction.
     """
 
     linears: tuple[PlannedLinear, ...]
@@ -49,7 +49,7 @@ class UnitPart:
 
     @cached_property
     def step(self) -> int:
-        """Granularity of the number of zeros: one in each group of weights that compete, or a multiple of units."""
+        """How many zeros one step adds: one in each group of competing weights, or the weights of `multiple` units."""
         pattern = self.pattern
         if isinstance(pattern, Structured):
             sets = of_units(x.pattern for x in self.linears)
@@ -57,12 +57,12 @@ class UnitPart:
         sizes = [groups[0] for x in self.linears if (groups := x.pattern.groups(*x.shape))]
         return self.weights // math.gcd(*sizes) if sizes else 1
 
-    def most(self) -> int:
+    def max_zeros(self) -> int:
         """Return the largest number of zeros; at least one weight is kept in each group that competes."""
         return min(self.weights - self.step, math.floor(MAX_SPARSITY * self.weights) // self.step * self.step)
 
     def with_zeros(self, zeros: int) -> Unstructured | NM:
-        """Return the pattern for a number of zeros, a multiple of `step`; of units only its sparsity counts."""
+        """Return the pattern for a number of zeros, a multiple of `step`; for units only its sparsity is used."""
         if isinstance(self.pattern, NM):
             return NM(self.pattern.of - zeros // self.step, self.pattern.of)
         return Unstructured(zeros / self.weights, getattr(self.pattern, "group", "row"))
@@ -95,32 +95,32 @@ class Unit:
         """The linears grouped by pattern, the coarsest steps first."""
         members: dict[object, list[PlannedLinear]] = defaultdict(list)
         for linear in self.linears:
-            members[linear.rule if _tied(linear) else linear.name].append(linear)
+            members[linear.rule if _has_one_pattern(linear) else linear.name].append(linear)
         return tuple(sorted((UnitPart(tuple(m)) for m in members.values()), key=lambda part: -part.step))
 
-    def most(self) -> int:
+    def max_zeros(self) -> int:
         """Return the largest number of zeros of the unit."""
-        return sum(part.most() for part in self.parts)
+        return sum(part.max_zeros() for part in self.parts)
 
     def points(self, curve: Curve) -> list[tuple[int, float]]:
-        """Return possible counts of zeros with their errors; units, and N:M patterns with one M, allow only a few."""
+        """Return counts of zeros with their errors: all that whole units, or N:M with one M, allow; else `PIECES`."""
         of = {x.pattern.of if isinstance(x.pattern, NM) else 0 for x in self.linears}
-        most = self.most()
+        most = self.max_zeros()
         steps = most * max(of) // self.weights if len(of) == 1 else 0
         return curve.points(self.weights, most, most // self.step if self.step > 1 else steps or PIECES)
 
     @property
     def step(self) -> int:
-        """Granularity of the number of zeros where whole units are all that goes; 1 elsewhere."""
+        """How many zeros one step adds if all parts are one set of whole units; else 1."""
         return self.parts[0].step if len(self.parts) == 1 and isinstance(self.parts[0].pattern, Structured) else 1
 
     def at(self, sparsity: float) -> tuple[float, dict[PlannedRule, dict[str, RulePattern]]]:
         """Return the total sparsity and the patterns, by rule and name, that are nearest to a sparsity."""
         patterns: dict[PlannedRule, dict[str, RulePattern]] = defaultdict(dict)
         for part in self.parts:
-            steps = min(max(round(sparsity * part.weights / part.step), 1), part.most() // part.step)
+            steps = min(max(round(sparsity * part.weights / part.step), 1), part.max_zeros() // part.step)
             for x in part.linears:
-                whole = isinstance(x.pattern, Structured)  # all sets at a sparsity that each of them has
+                whole = isinstance(x.pattern, Structured)  # a sparsity that all sets can have
                 patterns[x.rule][x.name] = x.pattern.at(steps * part.step / part.weights if whole else sparsity)
         reached = {x.name: patterns[x.rule][x.name].sparsity for x in self.linears}
         if len(set(reached.values())) > 1:
@@ -138,13 +138,13 @@ def units_of(plan: Plan, kind: Sharing) -> tuple[Unit, ...]:
     return tuple(Unit(linears[0].block, tuple(linears)) for linears in members.values())
 
 
-def _tied(linear: PlannedLinear) -> bool:
+def _has_one_pattern(linear: PlannedLinear) -> bool:
     """Return whether all linears of the rule in this block must share one pattern."""
     return linear.pattern.together or not linear.rule.separable
 
 
-def _sharing(units: Sequence[Unit]) -> list[list[Unit]]:
-    """Group the units that share the target: those of all blocks, and each one outside the blocks by itself."""
+def _with_one_target(units: Sequence[Unit]) -> list[list[Unit]]:
+    """Group the units that reach the target together: all those in blocks; each one outside is its own group."""
     groups: dict[Unit | None, list[Unit]] = defaultdict(list)
     for unit in units:
         groups[None if unit.block else unit].append(unit)
@@ -171,40 +171,40 @@ def spread(
         Patterns by linear name.
     """
     # Groups with the finest steps come last, to absorb the remainder of the others.
-    groups = sorted(_sharing(units), key=lambda g: min(part.step for u in g for part in u.parts), reverse=True)
-    spreading: list[tuple[list[UnitPart], list[int]]] = []
-    left = 0
+    groups = sorted(_with_one_target(units), key=lambda g: min(part.step for u in g for part in u.parts), reverse=True)
+    distributed: list[tuple[list[UnitPart], list[int]]] = []
+    remaining = 0
     for group, zeros in zip(groups, shares([sum(u.weights for u in g) for g in groups], target), strict=True):
         allotted = [zeros] if len(group) == 1 else choose(group, zeros)
         parts = [part for unit in group for part in unit.parts]
-        wanted = [n for unit, count in zip(group, allotted, strict=True) for n in _within(unit, count)]
-        counts = _whole(parts, wanted, _in_steps_of(parts, zeros + left))
-        left += zeros - sum(counts)
-        spreading.append((parts, counts))
+        wanted = [n for unit, count in zip(group, allotted, strict=True) for n in _over_parts(unit, count)]
+        counts = _in_steps(parts, wanted, _reachable(parts, zeros + remaining))
+        remaining += zeros - sum(counts)
+        distributed.append((parts, counts))
     patterns: dict[str, Unstructured | NM] = {}
-    for parts, given in reversed(spreading):  # earlier groups may have room for what the last ones could not take
-        counts = _whole(parts, given, _in_steps_of(parts, sum(given) + left))
-        left += sum(given) - sum(counts)
+    for parts, given in reversed(distributed):  # earlier groups may have room for what the last ones could not take
+        counts = _in_steps(parts, given, _reachable(parts, sum(given) + remaining))
+        remaining += sum(given) - sum(counts)
         patterns |= {x.name: p.with_zeros(n) for p, n in zip(parts, counts, strict=True) for x in p.linears}
     return patterns
 
 
-def _in_steps_of(parts: Sequence[UnitPart], zeros: int) -> int:
-    """Round zeros to what units of one step can have: half a step more would be taken where it is not the cheapest."""
+def _reachable(parts: Sequence[UnitPart], zeros: int) -> int:
+    """Round zeros to a total that parts of one step can reach; else the rest would go to a part that costs more."""
     step, *others = {part.step if isinstance(part.pattern, Structured) else 0 for part in parts}
     return zeros if others or not step else round(zeros / step) * step
 
 
-def _within(unit: Unit, zeros: int) -> list[int]:
+def _over_parts(unit: Unit, zeros: int) -> list[int]:
     """Distribute a unit's zeros over its parts in proportion to their weights, within their limits."""
     weights = [part.weights for part in unit.parts]
-    return fitted(shares(weights, zeros / unit.weights), [part.most() for part in unit.parts], zeros)
+    return fitted(shares(weights, zeros / unit.weights), [part.max_zeros() for part in unit.parts], zeros)
 
 
-def _whole(parts: Sequence[UnitPart], wanted: Sequence[int], total: int) -> list[int]:
+def _in_steps(parts: Sequence[UnitPart], wanted: Sequence[int], total: int) -> list[int]:
     """Round counts of zeros to the steps of their parts, the coarsest first; the others share the remainder."""
     counts = dict(enumerate(wanted))
-    most = [part.most() for part in parts]
+    most = [part.max_zeros() for part in parts]
     given = 0
     for level in range(3):
         rest = [i for i, part in enumerate(parts) if _level(part) >= level]
@@ -242,9 +242,9 @@ def check_allocation(plan: Plan) -> None:
     settings = plan.allocation
     if settings is None:
         return
-    groups = _sharing(units_of(plan, settings.unit))
+    groups = _with_one_target(units_of(plan, settings.unit))
     for group in groups:
-        weights, most = sum(u.weights for u in group), sum(u.most() for u in group)
+        weights, most = sum(u.weights for u in group), sum(u.max_zeros() for u in group)
         if round(settings.fraction * weights) > most:
             alone = "" if group[0].block else f" of {group[0].linears[0].name}"
             raise RecipeError(

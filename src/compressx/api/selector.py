@@ -1,7 +1,7 @@
 """What a token selector sees and returns: the contract between the host and plugins that shorten prompts.
 
 The host runs the first blocks of a model on a prompt and computes the rows of attention scores that a selector asks
-for. The selector returns the places of the tokens to keep; it never sees the model.
+for. The selector returns the positions of the tokens to keep; it never sees the model.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class TokenSelector(Protocol):
             keep: how many tokens to keep, 1 <= keep < n.
 
         Returns:
-            Their places, int64 [keep], ascending, without duplicates, on the device of `scores`.
+            Their positions, int64 [keep], ascending, without duplicates, on the device of `scores`.
         """
 
 

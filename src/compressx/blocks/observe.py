@@ -20,18 +20,18 @@ from compressx.runtime.errors import CalibrationError, PluginError, UnsupportedM
 from compressx.runtime.finite import first_damaged
 
 Hook: TypeAlias = Callable[[str, Tensor], None]
-"""Called with a linear's name and [batch, tokens, features], or [tokens, features] behind a router."""
+"""Called with a linear's name and its input or output [batch, tokens, features]; [tokens, features] behind a router."""
 
 _MATMULS = (nn.functional.linear, Tensor.__matmul__, Tensor.matmul, torch.matmul, torch.bmm, Tensor.bmm)
-"""By which experts multiply."""
+"""Functions by which experts multiply."""
 
 
 @dataclass(frozen=True, eq=False)
 class SharedStatistic:
-    """A statistic. Linears that share it hold one `SharedStatistic`, which is the key to what they share.
+    """A statistic. Linears that share it hold the same object, which is the key of what is computed from it.
 
     Attributes:
-        statistic: what takes in the inputs.
+        statistic: what sums up the inputs.
         pruner: the name of the plugin that asked for it, for the message if it fails.
         fresh: makes an empty statistic of the same kind.
     """
@@ -57,7 +57,7 @@ def observe(
         passes: each runs the block on one batch.
 
     Returns:
-        The names of the linears that a batch reached, of those that asked for something.
+        The names of those linears in `wanted` that a batch reached.
 
     Raises:
         CalibrationError: an input that is not finite; the message names the linear.
@@ -69,7 +69,7 @@ def observe(
         return set()
     mine = {name: linears[name] for name in asked}
     routed = {n: mine[n] for n, stats in asked.items() if any(is_routed(s.statistic) for s in stats.values())}
-    with routing_watched(routed) as weights, linears_watched(mine, feed := _Feed(asked, weights)):
+    with routing_watched(routed) as weights, linears_watched(mine, feed := _StatisticFeed(asked, weights)):
         _run(passes, feed)
     if uncalled := {n: x for n, x in mine.items() if n not in feed.reached and x.expert is None}:
         with _uncalled_watched(uncalled, before=feed):
@@ -77,7 +77,7 @@ def observe(
     return feed.reached
 
 
-def _run(passes: Sequence[Callable[[], Any]], feed: _Feed) -> None:
+def _run(passes: Sequence[Callable[[], Any]], feed: _StatisticFeed) -> None:
     for run in passes:
         try:
             with suppress(_AllObservedError):
@@ -87,12 +87,12 @@ def _run(passes: Sequence[Callable[[], Any]], feed: _Feed) -> None:
 
 
 def is_routed(statistic: Statistic) -> TypeGuard[RoutedStatistic]:
-    """Say whether a statistic is told the router's weights."""
+    """Return whether a statistic is given the router's weights, too."""
     return getattr(statistic, "routed", False) is True
 
 
 def refuse_missed(names: Collection[str], reached: Collection[str]) -> None:
-    """Refuse linears that no token came through: nothing is known of them.
+    """Refuse linears that no token reached: their statistics are empty.
 
     Raises:
         CalibrationError: the first of `names` that is not among `reached`.
@@ -115,7 +115,7 @@ def unchanged(pruner: str, where: str, *given: Tensor) -> Iterator[None]:
     Args:
         pruner: the name of the plugin that asked for the statistic.
         where: the name of the linear.
-        given: what the statistic is given, and others after it.
+        given: its arguments, which the model and other statistics use after it.
 
     Raises:
         PluginError: one of them is changed in place.
@@ -130,19 +130,19 @@ def unchanged(pruner: str, where: str, *given: Tensor) -> Iterator[None]:
 
 
 class _AllObservedError(Exception):
-    """Leaves a block's forward once every linear has had its input; what it would go on to compute is not wanted."""
+    """Ends a block's forward once every linear has had its input: the rest is not needed."""
 
 
-class _Feed:
-    """Hands each input to the statistics of its linear, once for all linears that share both."""
+class _StatisticFeed:
+    """Gives each input to the statistics of its linear, once for all linears that share input and statistic."""
 
     def __init__(self, wanted: dict[str, dict[str, SharedStatistic]], weights: Callable[[str, int], Tensor]) -> None:
         self.wanted = wanted
         self.weights = weights  # of the router, for the tokens that an expert's linear is given
         self.reached: set[str] = set()
-        self.followers: set[tuple[str, str]] = set()  # by linear and role: whose statistic is another linear's
-        # Of the batch that is running: each distinct input, the first linear that it came to, and the statistics that
-        # have taken it in. Inputs are held so that no two are ever one address.
+        self.sharing: set[tuple[str, str]] = set()  # (linear, role) with another linear's statistic
+        # Of the running batch: the first linear of each distinct input, the input, and the statistics that it updated.
+        # Inputs are held, since a freed one's address may be another's.
         self.batch: list[tuple[str, Tensor, list[SharedStatistic]]] = []
         self.calls: list[str] = []  # of the batch that is running
         self.once = False  # whether every linear was called exactly once in the batch before
@@ -154,23 +154,23 @@ class _Feed:
             raise _AllObservedError
 
     def _take(self, name: str, x: Tensor) -> None:
-        took = next((statistics for _, seen, statistics in self.batch if seen is x), None)
-        if took is None:
-            took = []
-            self.batch.append((name, x, took))
+        updated = next((statistics for _, seen, statistics in self.batch if seen is x), None)
+        if updated is None:
+            updated = []
+            self.batch.append((name, x, updated))
         first = name not in self.reached
-        others = list(took)  # of linears before this one, not of another of its own roles
+        earlier = list(updated)  # by linears before this one, not by another role of this one
         self.reached.add(name)
         for role, mine in self.wanted[name].items():
-            if mine in took:
+            if mine in updated:
                 continue
             # Only fresh statistics are alike when they compare equal, so sharing is settled at the first batch.
-            twin = next((s for s in took if first and s.statistic == mine.statistic), None)
+            twin = next((s for s in updated if first and s.statistic == mine.statistic), None)
             if twin is not None:
                 self.wanted[name][role] = twin
-                if twin in others:
-                    self.followers.add((name, role))
-            elif (name, role) in self.followers and not self._parted(name, role):
+                if twin in earlier:
+                    self.sharing.add((name, role))
+            elif (name, role) in self.sharing and not self._separated(name, role):
                 raise UnsupportedModelError(
                     f"{name} shared its input with another linear on the first batch and has one of its own on a later "
                     "one; give it a recipe rule with another pruner"
@@ -178,30 +178,30 @@ class _Feed:
             else:
                 own = self.wanted[name][role]
                 weights = (self.weights(name, len(x)),) if is_routed(own.statistic) else ()
-                # The block's products may be narrow; a Hessian of bfloat16 products has negative eigenvalues.
+                # The block's matmuls may be narrow; a Hessian of bfloat16 matmuls has negative eigenvalues.
                 with (
                     torch.autocast(x.device.type, enabled=False),
                     unchanged(own.pruner, name, x, *weights),
                     blamed_on(f"update of the statistic of pruner {own.pruner!r} failed on {name}"),
                 ):
                     own.statistic.update(x, *weights)
-                took.append(own)
+                updated.append(own)
 
-    def _parted(self, name: str, role: str) -> bool:
-        """Give a linear a statistic of its own, if the shared one has taken in what the linear was given, no more."""
+    def _separated(self, name: str, role: str) -> bool:
+        """Give a linear a copy of the statistic that it shares, if that has seen exactly the linear's inputs so far."""
         shared = self.wanted[name][role]
         if sum(shared in statistics for _, _, statistics in self.batch) != self.calls.count(name):
             return False
         self.wanted[name][role] = replace(shared, statistic=copy.deepcopy(shared.statistic))
-        self.followers.remove((name, role))
+        self.sharing.remove((name, role))
         return True
 
     def finish_batch(self) -> None:
-        """Let go of the inputs of the batch that has run, which tells whether the next may be left early.
+        """Release the inputs of the batch that has run, and decide whether the next one may end early.
 
         Raises:
-            CalibrationError: an input that is not finite. All are looked at together, since the host waits for each
-                look, and also where the block has failed, since this may be why.
+            CalibrationError: an input that is not finite. All are checked together, since the host waits for each
+                check, and also after the block has failed, since this may be why.
         """
         damaged = first_damaged([x for _, x, _ in self.batch])
         if damaged is not None:
@@ -260,14 +260,14 @@ def routing_watched(linears: Mapping[str, Linear]) -> Iterator[Callable[[str, in
                 f"{type(module).__name__} is called with {', '.join(given)}, expected top_k_index and top_k_weights, "
                 "which are the router's weights"
             )
-        experts, by = given["top_k_index"], given["top_k_weights"]
+        experts, by_token = given["top_k_index"], given["top_k_weights"]  # both [tokens, k]
         # The eager implementation gives an expert all tokens that chose it first, then those that chose it second.
         order = experts.T.flatten().argsort(stable=True)
-        chosen[id(module)] = experts, by.T.flatten()[order]
+        chosen[id(module)] = experts, by_token.T.flatten()[order]
 
     def weights(name: str, tokens: int) -> Tensor:
         experts, by_expert = chosen[id(linears[name].module)]
-        start = torch.lt(experts, linears[name].expert or 0).sum()  # only the device knows it
+        start = torch.lt(experts, linears[name].expert or 0).sum()  # stays on the device: nothing waits for it
         return by_expert[start + torch.arange(tokens, device=start.device)]
 
     with ExitStack() as hooks:
@@ -278,9 +278,9 @@ def routing_watched(linears: Mapping[str, Linear]) -> Iterator[Callable[[str, in
 
 @contextmanager
 def _uncalled_watched(linears: Mapping[str, Linear], before: Hook = _ignore, after: Hook = _ignore) -> Iterator[None]:
-    """Watch the products `weight @ x`, x [batch, features, tokens], of modules that are there for their weight alone.
+    """Watch matmuls `weight @ x`, x [batch, features, tokens], by weights of modules that are never called.
 
-    Mamba's `dt_proj` is one: it has no hooks, since it is not called.
+    Mamba's `dt_proj` is one: without a call, no hook of the module runs.
     """
     name_at = {x.held.data_ptr(): name for name, x in linears.items() if x.expert is None}
 
@@ -292,7 +292,7 @@ def _uncalled_watched(linears: Mapping[str, Linear], before: Hook = _ignore, aft
                 return output
             before(name, args[1].mT)
             after(name, turned := output.mT)
-            return turned.mT  # the model goes on with what `after` may have put a hook on
+            return turned.mT  # not `output`: `after` may have put a hook on `turned`
 
     with Watch():
         yield
@@ -300,7 +300,7 @@ def _uncalled_watched(linears: Mapping[str, Linear], before: Hook = _ignore, aft
 
 @contextmanager
 def _experts_watched(linears: Mapping[str, Linear], before: Hook, after: Hook) -> Iterator[None]:
-    """Watch the products with fused expert parameters by transformers' eager implementation."""
+    """Watch matmuls by fused expert parameters, in transformers' eager implementation."""
     experts = [linear for linear in linears.values() if linear.expert is not None]
     configs = {id(c): c for linear in experts if (c := getattr(linear.module, "config", None)) is not None}
     implementations = {key: config._experts_implementation for key, config in configs.items()}
@@ -315,10 +315,10 @@ def _experts_watched(linears: Mapping[str, Linear], before: Hook, after: Hook) -
 
 
 class _ExpertMatmuls(TorchFunctionMode):
-    """Hands on what experts multiply and what comes out: they are not modules, so they have no hooks.
+    """Calls hooks with inputs and outputs of experts, which are not modules and have no hooks of their own.
 
     Nearly all multiply by one slice of a parameter at a time, whose address identifies the expert. Llama 4 multiplies
-    all tokens by all experts at once, after it multiplied them by the router's score: 0 of those that are not sent.
+    all tokens by all experts at once. It scales them by the router's scores first: 0 for a token not sent to an expert.
     """
 
     def __init__(self, experts: Collection[Linear], before: Hook, after: Hook) -> None:
@@ -335,7 +335,7 @@ class _ExpertMatmuls(TorchFunctionMode):
         name, whole = self.name_at.get(address), self.whole_at.get(address)
         if whole is not None and args[0].dim() == 3 and len(args[0]) == len(args[1]):
             return self._each(*whole, args[0], function(*args, **(kwargs or {})))
-        if name is None or not len(args[0]):  # JetMoE multiplies no tokens, too
+        if name is None or not len(args[0]):  # JetMoE also multiplies 0 tokens
             return function(*args, **(kwargs or {}))
         self.before(name, args[0])
         output = function(*args, **(kwargs or {}))
@@ -343,8 +343,8 @@ class _ExpertMatmuls(TorchFunctionMode):
         return output
 
     def _each(self, module: nn.Module, parameter: str, x: Tensor, output: Tensor) -> Tensor:
-        """Hand on the tokens of each expert, of [experts, tokens, features]; returns the output."""
-        if parameter != "down_proj":  # whose input may be zeros for other reasons
+        """Call the hooks with the tokens of each expert, of [experts, tokens, features]; return the output."""
+        if parameter != "down_proj":  # the input of down_proj may be 0 for other reasons
             self.sent[module] = x.ne(0).any(dim=-1)
         sent = self.sent[module]
         counts = sent.sum(dim=1).tolist()

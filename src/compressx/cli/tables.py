@@ -12,7 +12,7 @@ from compressx.api.names import folded, kind_of
 from compressx.api.patterns import UNIT_KINDS
 from compressx.api.record import numbers_in
 from compressx.masks.inspect import share_of_zeros
-from compressx.planning.make import who_prunes
+from compressx.planning.make import pruners_of
 from compressx.plugins.kinds import EXPORTER
 from compressx.report.section import Column, Section, Value, estimates, table
 
@@ -43,7 +43,7 @@ def full_size(recipe: Recipe, plugins: Plugins) -> str:
     stored = f"files are as large as the dense model's: compressx {{}} {shlex.quote(str(recipe.output))}"
     if units:
         return f"{stored.format('export')} writes a smaller one, in which each block has its own width"
-    able = ", ".join(f"{unit} ({who_prunes(unit, plugins)})" for unit in UNIT_KINDS)
+    able = ", ".join(f"{unit} ({pruners_of(unit, plugins)})" for unit in UNIT_KINDS)
     return f"{stored.format('pack')} makes them smaller; for a smaller model, set shrink: true and prune units: {able}"
 
 

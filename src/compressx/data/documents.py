@@ -1,6 +1,6 @@
 """Documents of a dataset: text, or chats, of local files, Python's documentation, or a dataset on the hub.
 
-What is missing, cannot be read or holds no text is a `CalibrationError` that names it and its place.
+A file that is missing, cannot be read or holds no text is a `CalibrationError` that names it and the line.
 """
 
 from __future__ import annotations
@@ -33,75 +33,76 @@ class Chat(list[Any]):
     """Messages, each a mapping with `role` and `content`, and whatever else the template reads.
 
     Attributes:
-        beside: the other fields of the row, such as `tools`; the template gets those that it takes.
+        fields: the other fields of the row, such as `tools`; the template gets those that it takes.
     """
 
-    beside: Mapping[str, Any] = MappingProxyType({})
+    fields: Mapping[str, Any] = MappingProxyType({})
 
 
 Document: TypeAlias = str | list[Any]
 """Text, or the messages of a chat."""
 
-_USUAL = ("text", "messages", "conversations")
+_DOCUMENT_FIELDS = ("text", "messages", "conversations")
 """Fields that hold the document when the recipe names none, the first one present."""
 
-_SENDERS = {"human": "user", **dict.fromkeys(("gpt", "chatgpt", "bing", "bard"), "assistant")}
-"""Who speaks in ShareGPT's conversations, by the roles of chat templates; the others have the same names there."""
+_ROLE_OF_SENDER = {"human": "user", **dict.fromkeys(("gpt", "chatgpt", "bing", "bard"), "assistant")}
+"""Roles in chat templates of ShareGPT's senders; for others, both have the same name."""
 
-_UNSPOKEN = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
-"""Fields beside which a message needs no content."""
+_INSTEAD_OF_CONTENT = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
+"""Fields of which one is enough: such a message needs no content."""
 
 
-def field_among(row: Mapping[str, Any], wanted: str | None, where: str) -> str:
-    """Return the field that holds the document of a row: `wanted`, or the first usual one, if possible not null."""
-    if wanted is None and (usual := [name for name in _USUAL if name in row]):
+def document_field(row: Mapping[str, Any], wanted: str | None, where: str) -> str:
+    """Return the field of a row's document: `wanted`, or the first of `_DOCUMENT_FIELDS`, if possible not null."""
+    if wanted is None and (usual := [name for name in _DOCUMENT_FIELDS if name in row]):
         return next((name for name in usual if row[name] is not None), usual[0])
     if wanted is not None and wanted in row:
         return wanted
-    lacks = f"no field {wanted!r}" if wanted is not None else f"no field {', '.join(_USUAL[:-1])} or {_USUAL[-1]}"
-    valid = did_you_mean(wanted or _USUAL[0], list(row)) or "it has none"
+    *names, last = _DOCUMENT_FIELDS
+    lacks = f"no field {wanted!r}" if wanted is not None else f"no field {', '.join(names)} or {last}"
+    valid = did_you_mean(wanted or _DOCUMENT_FIELDS[0], list(row)) or "it has none"
     raise CalibrationError(f"{where}: {lacks}; {valid}" + ("" if wanted or not row else "; name one as field"))
 
 
 def document(row: Mapping[str, Any], field: str, where: str, *, arrow: bool = False) -> Document | None:
-    """Return the text or chat of a row, or None if it has none; of `arrow`, None stands for an absent key."""
-    place, value = f"{where}: field {field!r}", row[field_among(row, field, where)]
+    """Return the text or chat of a row, or None if it has none; from Arrow, None stands for an absent key."""
+    place, value = f"{where}: field {field!r}", row[document_field(row, field, where)]
     value = _parsed(value, field, place) if isinstance(value, str) else value
     if value is None or isinstance(read := checked(value, place), str):
         return None if value is None else read
     if not any(message.keys() - {"role"} for message in read):
         return None
-    chat, beside = Chat(read), {k: v for k, v in row.items() if k != field}
-    chat[:], chat.beside = (_present(chat), _present(beside)) if arrow else (chat, beside)
+    chat, fields = Chat(read), {k: v for k, v in row.items() if k != field}
+    chat[:], chat.fields = (_without_nulls(chat), _without_nulls(fields)) if arrow else (chat, fields)
     return chat
 
 
 def _parsed(text: str, field: str, where: str) -> Any:
-    """Return the messages that a text is in JSON, None of a blank column of messages, and any other text as it is."""
-    ours = field in _USUAL[1:]
-    begins = r"\s*[\[{]" if ours else r"""\s*\[\s*\{\s*["'](role|content|from|value)["']\s*:"""
+    """Return messages that are written as JSON, None for a blank field of messages, and any other text unchanged."""
+    may_be_chat = field in _DOCUMENT_FIELDS[1:]
+    begins = r"\s*[\[{]" if may_be_chat else r"""\s*\[\s*\{\s*["'](role|content|from|value)["']\s*:"""
     if field == "text" or not re.match(begins, text):
-        return text if text.strip() or not ours else None
+        return text if text.strip() or not may_be_chat else None
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise CalibrationError(f"{where} is not JSON ({error}); expected a list of {{role, content}}") from error
 
 
-def _present(value: Any) -> Any:
+def _without_nulls(value: Any) -> Any:
     """Return a value without the keys that are None, at any depth: Arrow gives all rows the same keys."""
     if isinstance(value, Mapping):
-        return {k: _present(v) for k, v in value.items() if v is not None}
-    return [_present(v) for v in value] if isinstance(value, list) else value
+        return {k: _without_nulls(v) for k, v in value.items() if v is not None}
+    return [_without_nulls(v) for v in value] if isinstance(value, list) else value
 
 
 def checked(value: Any, where: str) -> Document:
     """Return a value if it is text or a chat, with ShareGPT's {from, value} as {role, content}.
 
-    A key that is None is as one that is absent, and parts of text are one text.
+    Keys that are None are removed, and the text parts of a content are joined.
     """
     if isinstance(value, str):
-        return sound(value, where)
+        return checked_text(value, where)
     if not isinstance(value, list):
         raise CalibrationError(f"{where} is {type(value).__name__}, expected text or a list of {{role, content}}")
     return [_checked_message(message, f"{where}: message {i}") for i, message in enumerate(value)]
@@ -113,24 +114,24 @@ def _checked_message(given: Any, where: str) -> dict[str, Any]:
     message = {key: value for key, value in given.items() if value is not None}
     if "role" not in message and isinstance(sender := message.get("from"), str):  # ShareGPT's
         names = {"from": "role", "value": "content"}
-        message = {names.get(k, k): v for k, v in message.items()} | {"role": _SENDERS.get(sender, sender)}
+        message = {names.get(k, k): v for k, v in message.items()} | {"role": _ROLE_OF_SENDER.get(sender, sender)}
     if isinstance(parts := message.get("content"), list):
         texts = [x.get("text") for x in parts if isinstance(x, Mapping) and x.get("type") == "text"]
         if len(texts) < len(parts) or not all(isinstance(x, str) for x in texts):
-            raise CalibrationError(f"{where}: 'content' has parts that are not {{type: text, text: ...}}; remove such")
+            raise CalibrationError(f"{where}: 'content' has parts that are not {{type: text, text: ...}}; remove them")
         message["content"] = "".join(map(str, texts))
-    silent = "content" not in message and not {"content", "value", *_UNSPOKEN}.isdisjoint(given)
-    for key in ("role",) if silent else ("role", "content"):
+    needs_no_content = "content" not in message and not {"content", "value", *_INSTEAD_OF_CONTENT}.isdisjoint(given)
+    for key in ("role",) if needs_no_content else ("role", "content"):
         if not isinstance(message.get(key), str):
             raise CalibrationError(
                 f"{where} has no text in {key!r}, expected {{role, content}} or {{from, value}}; it has "
                 f"{one_line(', '.join(map(str, given))) or 'nothing'}"
             )
-        sound(message[key], f"{where}: {key!r}")
+        checked_text(message[key], f"{where}: {key!r}")
     return message
 
 
-def sound(text: str, where: str) -> str:
+def checked_text(text: str, where: str) -> str:
     """Return a text; refuse half of a surrogate pair: from JSON, or bytes of a command line that are not UTF-8."""
     try:
         text.encode()
@@ -151,8 +152,8 @@ def checked_documents(value: str | Sequence[Document], name: str) -> list[Docume
     return [checked(x, f"{name}[{i}]") for i, x in enumerate(found)]
 
 
-def hold_chats(documents: Sequence[Document], where: str = "") -> bool:
-    """Return whether documents are chats; refuse chats and text in one."""
+def are_chats(documents: Sequence[Document], where: str = "") -> bool:
+    """Return whether documents are chats; refuse chats together with text."""
     chats = [not isinstance(d, str) for d in documents]
     if any(chats) != all(chats):
         raise CalibrationError(
@@ -176,10 +177,10 @@ def rendered(chats: Sequence[Document], tokenizer: Any) -> list[str]:
 
 
 def rendered_one(chat: Document, tokenizer: Any, which: str, *, answered: bool = True) -> str:
-    """Turn a chat into text, as `rendered` does; `which` begins an error; not `answered`, an answer is begun."""
+    """Turn a chat into text, as `rendered`; `which` begins an error. Unless `answered`, an answer can follow."""
     require_template(tokenizer)
     try:
-        given = _taken(getattr(chat, "beside", {}), tokenizer)
+        given = _template_fields(getattr(chat, "fields", {}), tokenizer)
         text = str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=not answered, **given))
     except Exception as error:  # templates are programs, and raise what they like
         roles = one_line(", ".join(message["role"] for message in chat if isinstance(message, Mapping)))
@@ -187,17 +188,17 @@ def rendered_one(chat: Document, tokenizer: Any, which: str, *, answered: bool =
             f"{which} (roles {roles}): the tokenizer's chat template refuses it "
             f"({type(error).__name__}: {one_line(str(error))[:300]}); remove or change such chats"
         ) from error
-    return sound(text, which)
+    return checked_text(text, which)
 
 
-_OURS = ("messages", "add_generation_prompt", "conversation", "chat_template", "tokenize")
-"""What no field of a row replaces."""
+_RESERVED = ("messages", "add_generation_prompt", "conversation", "chat_template", "tokenize")
+"""Variables of chat templates that no field of a row sets."""
 
 
-def _taken(beside: Mapping[str, Any], tokenizer: Any) -> dict[str, Any]:
+def _template_fields(fields: Mapping[str, Any], tokenizer: Any) -> dict[str, Any]:
     """Return the fields of a row that the chat template names, those in `chat_template_kwargs` first."""
-    names = {*re.findall(r"\w+", str(tokenizer.chat_template))} - {*tokenizer.special_tokens_map, *_OURS}
-    given = {**beside, **(_from_json(beside.get("chat_template_kwargs")) or {})}
+    names = {*re.findall(r"\w+", str(tokenizer.chat_template))} - {*tokenizer.special_tokens_map, *_RESERVED}
+    given = {**fields, **(_from_json(fields.get("chat_template_kwargs")) or {})}
     given |= {key: _from_json(given[key]) or None for key in ("tools", "documents") if key in names & given.keys()}
     return {k: v for k, v in given.items() if k in names and v is not None}
 
@@ -207,12 +208,12 @@ def _from_json(value: Any) -> Any:
 
 
 Rows: TypeAlias = Iterator[tuple[str, Mapping[str, Any]]]
-"""The rows of files, each with its place for messages."""
+"""The rows of files, each with its file and line for messages."""
 
 _OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 """What Python itself decompresses while it is read."""
 
-_OF_ONE_PIECE = 32
+_MEMORY_OF_A_BYTE_READ = 32
 """Bytes of memory that a byte of a line, or of a file that is read whole, can take: JSON of `[],[],` takes 21."""
 
 _SUFFIXES = {"text": "txt", "json": "jsonl"}
@@ -227,26 +228,26 @@ _OTHER_KINDS = {
     **dict.fromkeys((".csv", ".tsv"), _ROWS),
     ".parquet": f"holds rows of fields; {_PARQUET}",
 }
-"""Files that cannot be read, by how their names end: as text, braces and names of fields would be calibrated on."""
+"""Files that are refused, by how their names end: read as text, they would calibrate on braces and field names."""
 
 
-def matching(pattern: str, key: str) -> list[Path]:
+def matching_files(pattern: str, key: str) -> list[Path]:
     """Return the files that match a path or glob, sorted; `key` is the recipe's."""
     expanded = Path(pattern).expanduser()
     if expanded.is_file():  # before globbing: a file name may contain brackets
-        return _plain([expanded], key)
+        return _readable([expanded], key)
     paths = sorted(Path(p) for p in glob.glob(str(expanded), recursive=True) if Path(p).is_file())  # noqa: PTH207 - ** and absolute patterns
     if not paths and expanded.is_dir():
         inside = str(Path(pattern) / f"**/*.{_SUFFIXES[key]}")
         raise CalibrationError(f"{key}: {pattern!r} is a folder; name the files in it, such as {inside!r}")
     if not paths:
-        beside = suggestion(expanded.name, [p.name for p in expanded.parent.glob("*")])
-        raise CalibrationError(f"{key}: no file matches {pattern!r}; {beside}looked in {Path.cwd()}")
-    return _plain(paths, key)
+        near = suggestion(expanded.name, [p.name for p in expanded.parent.glob("*")])
+        raise CalibrationError(f"{key}: no file matches {pattern!r}; {near}looked in {Path.cwd()}")
+    return _readable(paths, key)
 
 
-def _plain(paths: list[Path], key: str) -> list[Path]:
-    """Refuse files of another kind."""
+def _readable(paths: list[Path], key: str) -> list[Path]:
+    """Return files; refuse those of a kind that cannot be read."""
     rows = {".jsonl": "holds rows of fields; write {json: FILE} for them"} if key == "text" else {}
     for path in paths:
         if message := (_OTHER_KINDS | rows).get(suffix(path)):
@@ -263,7 +264,7 @@ def read_text(path: Path) -> str:
     """Read a text file with LF line ends: CR LF changes tokens, and lowers perplexity on WikiText-2 by 3%."""
     try:
         with _opened(path) as file:
-            text = _bounded(file.read, path, "use a part of it").decode("utf-8")
+            text = _read_bounded(file.read, path, "use a part of it").decode("utf-8")
     except UnicodeDecodeError as error:
         raise CalibrationError(
             f"{path}: not UTF-8 at byte {error.start} ({error.object[error.start]:#04x}, {error.reason}); convert it, "
@@ -278,11 +279,11 @@ def read_rows(path: Path) -> Rows:
         array = file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
         file.seek(0)
         if array:
-            rows = _json(_bounded(file.read, path, "use JSON lines, which are read one by one"), path, 1)
+            rows = _json(_read_bounded(file.read, path, "use JSON lines, which are read one by one"), path, 1)
             yield from (_row(row, f"{path}[{i}]") for i, row in enumerate(rows))
             return
         number = 1
-        while line := _bounded(file.readline, f"{path}:{number}", "expected one object per line"):
+        while line := _read_bounded(file.readline, f"{path}:{number}", "expected one object per line"):
             if line.strip():
                 yield _row(_json(line, path, number), f"{path}:{number}")
             number += 1
@@ -304,17 +305,17 @@ def _opened(path: Path) -> Iterator[IO[bytes]]:
         raise CalibrationError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
 
 
-def _refuse_large(what: object, size: int, most: int, advice: str) -> None:
+def _refuse_large(what: object, size: int, limit: int, advice: str) -> None:
     """Refuse text of more bytes than there is memory for, such as what a small archive expands to."""
-    if size > most:
-        raise CalibrationError(f"{what}: {size} bytes of text or more, and there is free memory for {most}; {advice}")
+    if size > limit:
+        raise CalibrationError(f"{what}: {size} bytes of text or more, and there is free memory for {limit}; {advice}")
 
 
-def _bounded(read: Callable[[int], bytes], what: object, advice: str) -> bytes:
-    """Read a file or a line of which there is memory for what Python makes of it."""
-    most = free_main_memory() // _OF_ONE_PIECE
-    piece = read(most + 1)
-    _refuse_large(what, len(piece), most, advice)
+def _read_bounded(read: Callable[[int], bytes], what: object, advice: str) -> bytes:
+    """Read a file or a line, if there is memory for what Python makes of it."""
+    limit = free_main_memory() // _MEMORY_OF_A_BYTE_READ
+    piece = read(limit + 1)
+    _refuse_large(what, len(piece), limit, advice)
     return piece
 
 
@@ -336,8 +337,8 @@ _OFFLINE = "without network access, use local files ({text: PATH} or {json: PATH
 _HUB_ID = re.compile(r"\w[\w.-]{0,95}/\w[\w.-]{0,95}", re.ASCII)
 
 
-_OF_TOKENS = 80
-"""Bytes of memory that a byte of text takes as documents, and where all of it is tokenized as one."""
+_MEMORY_OF_A_BYTE_KEPT = 80
+"""Bytes of memory that a byte of text takes: as a document, and while all documents are tokenized as one text."""
 
 
 class UnreachableError(CalibrationError):
@@ -352,7 +353,7 @@ _SHORT_NAMES: Mapping[str, tuple[str, str | None]] = {
 
 _SPLITS: Mapping[Purpose, str] = {"calibration": "train", "evaluation": "test"}
 
-# A shard of C4 has about 150 million tokens; 8192 documents (four million tokens) give 1900 windows of 2048 to draw
+# A shard of C4 has about 150 million tokens; 8192 documents (four million tokens) give 1900 sequences of 2048 to draw
 # from. SparseGPT evaluates on the first 1100 validation documents. With a configuration, datasets would expect all
 # 1024 shards.
 _C4_SPLITS: Mapping[Purpose, str] = {"calibration": "train", "evaluation": "validation"}
@@ -372,18 +373,18 @@ def documents(source: DatasetSource, purpose: Purpose) -> list[Document]:
     _check_keys(source)
     found: Iterable[Document | None]
     if source.text is not None:
-        described, found = f"text {source.text!r}", map(read_text, matching(source.text, "text"))
+        described, found = f"text {source.text!r}", map(read_text, matching_files(source.text, "text"))
     elif source.json_path is not None:
         described, found = f"json {source.json_path!r}", _of_rows(source.json_path, source.field)
     elif source.name == "python-docs":
         described, found = "python-docs", _python_docs(purpose)
     else:
         described, found = f"dataset {source.name!r}", _hub_rows(source, purpose)
-    read, size, most, empty = list[Document](), 0, free_main_memory() // _OF_TOKENS, 0
+    read, size, limit, empty = list[Document](), 0, free_main_memory() // _MEMORY_OF_A_BYTE_KEPT, 0
     for each in found:
         size += 64 + len(each if isinstance(each, str) else str(each))  # an empty document takes memory, too
-        size += len(str(getattr(each, "beside", ""))) // 16  # little of it becomes tokens
-        _refuse_large(described, size, most, "name fewer files, or a part of them")
+        size += len(str(getattr(each, "fields", ""))) // 16  # little of it becomes tokens
+        _refuse_large(described, size, limit, "name fewer files, or a part of them")
         empty += each is None
         read += [] if each is None else [each]
     if not any(d.strip() if isinstance(d, str) else d for d in read):
@@ -391,14 +392,14 @@ def documents(source: DatasetSource, purpose: Purpose) -> list[Document]:
         raise CalibrationError(f"{described} has no text for {purpose}: all of its {count} documents are empty")
     if empty:
         _log.warning("%s: %d of %d rows have no text and are left out", described, empty, len(read) + empty)
-    hold_chats(read, f"{described}: ")
+    are_chats(read, f"{described}: ")  # refuses both in one
     return read
 
 
 def texts(source: DatasetSource, purpose: Purpose) -> list[str]:
-    """Read the documents of a dataset; a `CalibrationError` refuses chats, too."""
+    """Read the documents of a dataset; refuse chats."""
     read = documents(source, purpose)
-    if hold_chats(read):
+    if are_chats(read):
         raise CalibrationError("the dataset holds chats; expected text, whose words and bytes are counted")
     return [str(d) for d in read]
 
@@ -407,7 +408,7 @@ def check_dataset(source: DatasetSource) -> bool:
     """Check a dataset by the first row of its files at most, without accessing the hub.
 
     Returns:
-        Whether it holds chats, as far as its files tell.
+        Whether it holds chats, as far as its files show.
     """
     if (paths := local_files(source)) and not any(path.stat().st_size for path in paths):
         raise CalibrationError(f"{(source.text or source.json_path)!r} has no text: all {len(paths)} files are empty")
@@ -422,15 +423,15 @@ def check_dataset(source: DatasetSource) -> bool:
 def local_files(source: DatasetSource) -> list[Path]:
     """Return the local files that a dataset is read from; none for one of the hub or of a package."""
     patterns = {"text": source.text, "json": source.json_path}
-    return [path for key, pattern in patterns.items() if pattern is not None for path in matching(pattern, key)]
+    return [path for key, pattern in patterns.items() if pattern is not None for path in matching_files(pattern, key)]
 
 
 def _of_rows(pattern: str, wanted: str | None) -> Iterator[Document | None]:
     """Yield the document of each row of the JSON files; the first row decides the field, if none is wanted."""
     field = None
-    for path in matching(pattern, "json"):
+    for path in matching_files(pattern, "json"):
         for where, row in read_rows(path):
-            field = field or field_among(row, wanted, where)
+            field = field or document_field(row, wanted, where)
             yield document(row, field, where)
 
 
@@ -458,13 +459,13 @@ def _check_keys(source: DatasetSource) -> None:
         keys, why = (*keys, "field"), "it comes with Python"
     elif name == "c4":
         keys, why = ("config",), "for another one use {name: allenai/c4}"
-    elif _saved(name):
+    elif _is_saved_dataset(name):
         why = "it is one split, as save_to_disk wrote it"
     if why and (given := [key for key in keys if getattr(source, key) is not None]):
         raise CalibrationError(f"dataset {name!r} takes no {', '.join(given)}: {why}")
 
 
-def _saved(name: str) -> bool:
+def _is_saved_dataset(name: str) -> bool:
     """Return whether a folder is one `datasets.Dataset` that `save_to_disk` wrote, which load_dataset refuses."""
     return (Path(name) / "state.json").is_file() and (Path(name) / "dataset_info.json").is_file()
 
@@ -506,7 +507,7 @@ def _hub_rows(source: DatasetSource, purpose: Purpose) -> list[Document | None]:
             first: dict[str, Any] = next(iter(rows), {})
             if not first:
                 return []
-            columns = [field := field_among(first, source.field, where)]
+            columns = [field := document_field(first, source.field, where)]
             if not isinstance(document(first, field, f"{where} row 0", arrow=True), str):  # no pictures and no sound
                 columns = [n for n in first if not hasattr((rows.features or {}).get(n), "decode_example")]
             found = enumerate(rows.select_columns(columns))
@@ -525,7 +526,7 @@ def _hub_rows(source: DatasetSource, purpose: Purpose) -> list[Document | None]:
 
 @contextmanager
 def hub_or_cache() -> Iterator[str]:
-    """Yield why the hub cannot be reached, or nothing; `datasets` would try for long, and then sees its cache alone."""
+    """Yield why the hub cannot be reached, or nothing; then `datasets` reads its cache at once, without retries."""
     from huggingface_hub import constants, get_session
 
     try:
@@ -545,7 +546,7 @@ def _load(path: str, config: str | None, split: str, revision: str | None, first
     """Load a split; its `first` documents, of C4, are read from one shard."""
     import datasets
 
-    if _saved(path):
+    if _is_saved_dataset(path):
         return datasets.load_from_disk(path)
     if first is None:
         return datasets.load_dataset(path, config, split=split, revision=revision)

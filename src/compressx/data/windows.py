@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from compressx.data.documents import Document, documents, hold_chats, rendered
+from compressx.data.documents import Document, are_chats, documents, rendered
 from compressx.recipe.sources import Bos, DatasetSource, Draw, Generate
 from compressx.runtime.errors import CalibrationError
 
@@ -31,7 +31,7 @@ def token_ids(documents: Sequence[Document], tokenizer: Any) -> Tensor:
     Returns:
         int64 [tokens].
     """
-    if hold_chats(documents):
+    if are_chats(documents):
         ids = _encoded("".join(rendered(documents, tokenizer)), tokenizer, special=False)
     else:
         ids = _encoded("\n\n".join(map(str, documents)), tokenizer, special=True)

@@ -41,10 +41,10 @@ _BOOTSTRAP_DRAWS = 1000
 """Draws for standard errors without a closed form, accurate to 2%. The harness's default of 100,000 takes minutes."""
 
 _YAML = (".yaml", ".yml")
-"""What a task ends with that is given as the path of a file rather than by name."""
+"""How the path of a task file ends; other tasks are named."""
 
-_OF_A_TASK = "the text of a task of lm_eval"
-_NAME_IT = "give bos_token and eos_token in its tokenizer_config.json"
+_TASK_TEXT = "the text of a task of lm_eval"
+_ADD_EOS = "give bos_token and eos_token in its tokenizer_config.json"
 
 ROLLING_METRICS = ("word_perplexity", "byte_perplexity", "bits_per_byte")
 """The metrics of a `loglikelihood_rolling` task, per whitespace-separated word and per UTF-8 byte."""
@@ -166,18 +166,18 @@ def compressx_evaluators() -> list[EvaluatorSpec]:
 def check_tokenizer(settings: LmEval, tokenizer: Any, model: Any) -> None:
     """Check that the tokenizer has what the harness needs; the model may be without weights.
 
-    Its config often names BOS and EOS, too, but by the defaults of its class, which other tokenizers do not mean.
+    The model's config often has BOS and EOS, too, but as defaults of its class, which may be other tokens here.
 
     Raises:
         RecipeError: neither BOS nor EOS, or no chat template that is to be applied.
         CalibrationError: a template that writes tokens that the model does not know.
     """
     if tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
-        raise RecipeError(f"lm_eval begins texts with BOS or EOS, and the tokenizer has neither; {_NAME_IT}")
+        raise RecipeError(f"lm_eval begins texts with BOS or EOS, and the tokenizer has neither; {_ADD_EOS}")
     if not settings.apply_chat_template:
         return
     templates = tokenizer.chat_template
-    if not templates or (isinstance(templates, dict) and "default" not in templates):  # which transformers takes
+    if not templates or (isinstance(templates, dict) and "default" not in templates):  # the one that transformers uses
         named = " named 'default'" if templates else ""
         raise RecipeError(
             f"lm_eval.apply_chat_template is true, but the model's tokenizer has no chat template{named}: expected an "
@@ -203,13 +203,13 @@ def run_tasks(
         CalibrationError: a task's dataset cannot be fetched, or a perplexity is not finite.
         RecipeError: a name that the harness does not know.
     """
-    on_cpu = model.device.type == "cpu"  # whose memory the harness would try out until the process is killed
+    on_cpu = model.device.type == "cpu"  # where the harness would try larger batches until the process is killed
     batch_size = 4 if settings.batch_size == "auto" and on_cpu else settings.batch_size
     copied = copy.deepcopy(tokenizer)  # the harness adds a padding token where there is none
     with quiet_libraries(), _random_states_restored():
         from lm_eval.evaluator import simple_evaluate
 
-        specs, manager = _tasks(settings, rolling)
+        specs, manager = _harness_tasks(settings, rolling)
         try:
             with (
                 # Bootstrap in this process: a pool would fork it while torch's threads run.
@@ -235,20 +235,20 @@ def run_tasks(
     # The harness never changes a number of examples that a task sets to 0.
     if settings.num_fewshot and (fixed := [name for name, number in results["n-shot"].items() if number == 0]):
         asked = settings.num_fewshot
-        _log.warning("lm_eval.num_fewshot is %d, but without examples ran %s, which sets 0", asked, ", ".join(fixed))
-    return {name: _numbers(name, metrics) for name, metrics in results["results"].items()}
+        _log.warning("lm_eval.num_fewshot is %d, but %s set 0 and ran without examples", asked, ", ".join(fixed))
+    return {name: _metrics(name, metrics) for name, metrics in results["results"].items()}
 
 
-def _tasks(settings: LmEval, rolling: Mapping[str, Sequence[str]]) -> tuple[list[Any], Any]:
-    """Return the tasks as the harness takes them, and its index where that is needed, which takes many seconds."""
+def _harness_tasks(settings: LmEval, rolling: Mapping[str, Sequence[str]]) -> tuple[list[Any], Any]:
+    """Return the tasks as the harness takes them, and its manager of tasks: many seconds where it indexes its own."""
     from lm_eval.tasks import TaskManager
 
     groups = {file: name for file in settings.files if (name := _group_in(file))}
-    specs = [_spec(task, groups, rolling) for task in settings.tasks]
+    specs = [_harness_task(task, groups, rolling) for task in settings.tasks]
     names = [spec for spec in specs if isinstance(spec, str) and not spec.endswith(_YAML)]
-    beside = [str(Path(file).expanduser().parent) for file in groups]  # members of a group, if not the harness's own
-    manager = TaskManager(include_defaults=bool(names), include_path=beside or None)
-    if absent := [name for name in names if name not in manager.task_index]:  # which it would take for paths
+    folders = [str(Path(file).expanduser().parent) for file in groups]  # may hold tasks of the group
+    manager = TaskManager(include_defaults=bool(names), include_path=folders or None)
+    if absent := [name for name in names if name not in manager.task_index]:  # the harness would take these for paths
         raise RecipeError(f"lm_eval.tasks: the harness has no task {absent[0]!r}; empty the cache of compressx")
     return specs, manager
 
@@ -257,19 +257,19 @@ def _language_model(selection: Callable[[], ReadySelector] | None) -> Any:
     """Return the harness's class of models, with prompts shortened before text is generated."""
     from lm_eval.models.huggingface import HFLM
 
-    class Checking(HFLM):  # type: ignore[misc]
+    class CheckedHFLM(HFLM):  # type: ignore[misc]
         def tok_encode(self, *given: Any, **more: Any) -> Any:
-            check_ids(self.model, torch.tensor(ids := super().tok_encode(*given, **more)), self.tokenizer, _OF_A_TASK)
+            check_ids(self.model, torch.tensor(ids := super().tok_encode(*given, **more)), self.tokenizer, _TASK_TEXT)
             return ids
 
         def tok_batch_encode(self, *given: Any, **more: Any) -> Any:
-            check_ids(self.model, (padded := super().tok_batch_encode(*given, **more))[0], self.tokenizer, _OF_A_TASK)
+            check_ids(self.model, (padded := super().tok_batch_encode(*given, **more))[0], self.tokenizer, _TASK_TEXT)
             return padded
 
         @property
         def eot_token_id(self) -> Any:
             if (end := super().eot_token_id) is None:
-                raise CalibrationError(f"lm_eval ends texts that it has written at EOS, and there is none; {_NAME_IT}")
+                raise CalibrationError(f"lm_eval ends texts that it has written at EOS, and there is none; {_ADD_EOS}")
             return end
 
         def _model_generate(self, context: torch.Tensor, max_length: int, stop: list[str], **kwargs: Any) -> Any:
@@ -283,10 +283,10 @@ def _language_model(selection: Callable[[], ReadySelector] | None) -> Any:
             )  # fmt: skip
             return torch.cat([context, written[:, kept:]], dim=1)  # the harness cuts the whole prompt off
 
-    return Checking
+    return CheckedHFLM
 
 
-def _numbers(task: str, metrics: Mapping[str, Any]) -> dict[str, float]:
+def _metrics(task: str, metrics: Mapping[str, Any]) -> dict[str, float]:
     """Extract the metrics: `acc,none` becomes `acc`; other filters stay in the name."""
     measured = {name.removesuffix(",none"): value for name, value in metrics.items() if "," in name}
     numbers = {name: float(value) for name, value in measured.items() if not isinstance(value, str)}
@@ -296,7 +296,7 @@ def _numbers(task: str, metrics: Mapping[str, Any]) -> dict[str, float]:
     return numbers
 
 
-def _spec(task: str | RollingTask, groups: Mapping[str, str], rolling: Mapping[str, Sequence[str]]) -> Any:
+def _harness_task(task: str | RollingTask, groups: Mapping[str, str], rolling: Mapping[str, Sequence[str]]) -> Any:
     """Return a task as the harness takes it: the path of a file, the name of a group, or a configuration."""
     if isinstance(task, str):
         return groups.get(task) or (task if task.endswith(_YAML) else task_index()[task] or task)
@@ -370,6 +370,6 @@ def task_index() -> dict[str, str | None]:
 
     folder = str(Path(lm_eval.tasks.__file__).parent)
     key = {"lm_eval": metadata.version("lm_eval"), "folder": folder, "of each": "file"}
-    # The files that it names can run code: they are the harness's own, whatever the cache says.
+    # The cached paths are of files that can run code: only files in the harness's own folder are valid.
     inside = constr(pattern=rf"^{re.escape(folder)}([/\\][^/\\.][^/\\]*)+$")
     return cached(key, build, "harness", dict[str, inside | None])  # type: ignore[valid-type]

@@ -34,7 +34,7 @@ class NeedleGrid(Strict):
 
     dataset: DatasetField = Field(description="the other text", examples=["wikitext"])
     lengths: list[StrictInt] = Field([1024, 2048, 4096], min_length=1, description="tokens of a prompt")
-    depths: StrictInt = Field(9, ge=1, description="places of the sentence, evenly spaced from beginning to end")
+    depths: StrictInt = Field(9, ge=1, description="positions of the sentence, evenly spaced from beginning to end")
     needles: StrictInt = Field(5, ge=1, le=5, description="different sentences at each length and depth")
 
     @model_validator(mode="after")
@@ -58,7 +58,7 @@ def needle_figures(
         CalibrationError: too little text.
     """
     asked = list(grid_prompts(tokenizer, hay, settings))
-    places = [selection.places(x.ids, x.protected) for x in asked] if selection else []
+    places = [selection.positions(x.ids, x.protected) for x in asked] if selection else []
     reads = {"answered": [x.ids for x in asked]}
     if selection is not None:
         reads["answered, selected"] = [x.ids[kept] for x, kept in zip(asked, places, strict=True)]

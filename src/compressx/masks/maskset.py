@@ -77,7 +77,7 @@ class MaskSet(Mapping[str, MaskEntry]):
 
     @property
     def of_difference(self) -> bool:
-        """Whether they drop weights to those of a base, in place of zeros."""
+        """Whether dropped weights become those of a base instead of zeros."""
         return any(entry.base is not None for entry in self.values())
 
     def save(self, path: Path | str) -> None:
@@ -109,9 +109,9 @@ class MaskSet(Mapping[str, MaskEntry]):
             ArtifactError: a missing name or different shape, weights that are not loaded, a prepared model, a tied
                 weight of which only some owners have a mask, or another base. The model is left unchanged.
         """
-        linears, based = self._writable(model), self._based(base)
+        linears, based = self._writable(model), self._base_weights(base)
         if original:
-            self._require({n: x.weight for n, x in linears.items()}, "its weight", lambda entry: entry.sha256)
+            self._require_sha256({n: x.weight for n, x in linears.items()}, "its weight", lambda entry: entry.sha256)
         with torch.no_grad():
             for name, linear in linears.items():
                 weight = linear.weight
@@ -119,7 +119,7 @@ class MaskSet(Mapping[str, MaskEntry]):
                 weight.copy_(torch.where(drop, based[name].to(weight.device) if name in based else 0.0, weight))
 
     def deviations(self, model: nn.Module, *, base: nn.Module | None = None) -> dict[str, int]:
-        """Count the weights that the masks drop and that are not zero, or not the base's, by name; none are left out.
+        """Count each linear's dropped weights that are not zero, or not the base's; linears without any are omitted.
 
         Args:
             model: as for `apply`; masks may be held on it.
@@ -128,7 +128,7 @@ class MaskSet(Mapping[str, MaskEntry]):
         Raises:
             ArtifactError: a missing name or different shape, weights that are not loaded, or another base.
         """
-        based, found = self._based(base), {}
+        based, found = self._base_weights(base), {}
         for name, linear in self._linears(model).items():
             weight = linear.weight
             if count := int((~self[name].keep.to(weight.device) & (weight != based.get(name, 0))).sum()):
@@ -228,8 +228,8 @@ class MaskSet(Mapping[str, MaskEntry]):
                     )
         return linears
 
-    def _based(self, base: nn.Module | None) -> dict[str, Tensor]:
-        """Return the base's weight of each mask that has one; check that it is the one that the mask was made with."""
+    def _base_weights(self, base: nn.Module | None) -> dict[str, Tensor]:
+        """Return the base's weight for each mask made with one; check that it is the same weight."""
         if self.of_difference != (base is not None):
             raise ArtifactError(
                 "these masks drop weights to zero; leave the base out"
@@ -239,10 +239,10 @@ class MaskSet(Mapping[str, MaskEntry]):
         if base is None:
             return {}
         found = {name: linear.weight for name, linear in self._linears(base).items() if self[name].base is not None}
-        self._require(found, "the base's weight", lambda entry: entry.base)
+        self._require_sha256(found, "the base's weight", lambda entry: entry.base)
         return found
 
-    def _require(
+    def _require_sha256(
         self, weights: Mapping[str, Tensor], what: str, sha256_of: Callable[[MaskEntry], str | None]
     ) -> None:  # fmt: skip
         for name, weight in weights.items():
@@ -288,14 +288,14 @@ def squash(prepared: BaseSparsifier | nn.Module) -> None:
 def _weights_of(name: str, module: nn.Module) -> list[Linear]:
     """Return the linears of a module, or its weight matrix: an embedding may be tied to a linear."""
     own = "weight" in module._parameters or parametrize.is_parametrized(module, "weight")
-    weight: Any = getattr(module, "weight", None) if own else None  # else a property, or a method, which may fail
+    weight: Any = getattr(module, "weight", None) if own else None  # a property or a method may fail
     return linears_of(name, module) or ([Linear(name, module)] if weight is not None and weight.dim() == 2 else [])
 
 
 def shrunk_note(model: Any) -> str:
-    """Return that a model is the smaller one of a run, to be added to a message; empty if it is not."""
+    """Return the end of a message about a model that `shrink` has made smaller; empty for another model."""
     numbers = (getattr(getattr(model, "config", None), "compressx", None) or {}).get("shrunk")
     if not numbers:
         return ""
-    told = ", ".join(f"{name} {now} of {was}" for name, (was, now) in numbers.items())
-    return f"; the model is what shrink has left ({told}), and masks of the original do not fit it"
+    sizes = ", ".join(f"{name} {now} of {was}" for name, (was, now) in numbers.items())
+    return f"; shrink has made the model smaller ({sizes}), and masks of the original do not fit it"

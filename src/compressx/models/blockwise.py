@@ -39,11 +39,11 @@ from compressx.runtime.transfer import to_device, to_host, written_behind
 KeepStates: TypeAlias = Callable[[Tensor], Tensor]
 """Stores the hidden states of one batch; returns a persistent, writable tensor of the same values."""
 
-
-_FEW = 16
-"""Tokens of a run that only shows how blocks are called."""
+_PROBE_TOKENS = 16
+"""Length of the sequence that only shows how blocks are called."""
 
 _FAILURES = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError, ArithmeticError)
+"""What a model's own code may raise on the meta device or on weights of zeros."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +60,7 @@ class HiddenStates:
 
 
 def in_memory(states: Tensor) -> Tensor:
-    """Keep the tensor itself."""
+    """Return the tensor itself."""
     return states
 
 
@@ -76,7 +76,7 @@ class StateFiles:
     _count: int = field(default=0, init=False)
 
     def __call__(self, states: Tensor) -> Tensor:
-        """Return a copy in a file. Its space is reserved: on a full disk, a write to a mapped file kills."""
+        """Return a copy in a file. Its space is reserved: on a full disk, a write to a mapping kills the process."""
         path = self.folder / f"{self._count}.states"
         self._count += 1
         with os_errors_named("write", path):
@@ -91,21 +91,21 @@ class StateFiles:
 class _Output(Tensor):
     """Output of a replaced block, usable as a tensor or as a tuple whose first item is the tensor."""
 
-    alone: Tensor
+    plain: Tensor
     fqn: str
     # Operations on it return plain tensors.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def __iter__(self) -> Iterator[Any]:
-        # Only who unpacks it knows how long the tuple is: `hidden_states, indices = block(...)`.
-        frame = sys._getframe(1)
-        at = next(x for x in dis.get_instructions(frame.f_code) if x.offset == frame.f_lasti)
-        if at.opname != "UNPACK_SEQUENCE":
+        # Only the caller's bytecode shows how long the tuple has to be: `hidden_states, indices = block(...)`.
+        caller = sys._getframe(1)
+        reading = next(x for x in dis.get_instructions(caller.f_code) if x.offset == caller.f_lasti)
+        if reading.opname != "UNPACK_SEQUENCE":
             raise UnsupportedModelError(
                 f"{self.fqn}: the model iterates over the output of this block; supported are models that use it "
                 "whole, index it, or unpack it into names"
             )
-        return (self[i] for i in range(at.argval))
+        return (self[i] for i in range(reading.argval))
 
     def __getattr__(self, name: str) -> Any:
         raise UnsupportedModelError(
@@ -115,13 +115,13 @@ class _Output(Tensor):
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, int):
-            return self.alone if index == 0 else _Handed(self.fqn, index)
-        return self.alone[index]
+            return self.plain if index == 0 else _ExtraOutput(self.fqn, index)
+        return self.plain[index]
 
 
 @dataclass(frozen=True)
-class _Handed:
-    """Stands for what a replaced block would return beside its hidden states, at an index of its output."""
+class _ExtraOutput:
+    """Stands for what a replaced block would return besides its hidden states, as item `index` of its output."""
 
     fqn: str
     index: int
@@ -137,23 +137,23 @@ class _Handed:
     @classmethod
     def __torch_function__(cls, function: Any, *_: Any) -> Any:
         raise UnsupportedModelError(
-            f"the model computes {function.__name__} of what a block returns beside hidden states, which can only be "
+            f"the model computes {function.__name__} of what a block returns besides hidden states, which can only be "
             "handed on to later blocks"
         )
 
 
 @dataclass(frozen=True, eq=False)
 class LinkedCall(BlockCall):
-    """A call of a block that hands something on to later ones beside hidden states, or is handed it.
+    """A call of a block that passes extra outputs to later ones, besides hidden states, or receives them.
 
     Attributes:
         fqn: the block's name.
-        handed: what blocks returned, by their names; the same object for all blocks of a batch.
-        done: names of the blocks of whose output no later one is handed anything.
+        extra: outputs with extra items, by the block's name; the same object for all blocks of a batch.
+        done: names of the blocks whose extra outputs no later block receives: they are deleted after the call.
     """
 
     fqn: str
-    handed: UserDict[str, tuple[Any, ...]]
+    extra: UserDict[str, tuple[Any, ...]]
     done: frozenset[str]
 
 
@@ -185,7 +185,7 @@ def capture_calls(
         entered, made = _calls_of(model, blocks, batch)
         states.append(keep(entered))
         for fqn, call in _linked(made).items():
-            calls[fqn].append(_changed(call, partial(_shared, known=known)))
+            calls[fqn].append(_mapped(call, partial(_deduplicated, known=known)))
     return states, calls
 
 
@@ -227,16 +227,16 @@ def _calls_of(
 
 
 def _linked(calls: Mapping[str, BlockCall]) -> dict[str, BlockCall]:
-    """Link the calls of a batch whose blocks hand on more than hidden states, given by block in order."""
-    handed: UserDict[str, tuple[Any, ...]] = UserDict()
+    """Make `LinkedCall`s of those calls of a batch, by block in order, that pass or receive extra outputs."""
+    extra: UserDict[str, tuple[Any, ...]] = UserDict()
     wanted: set[str] = set()
     linked: dict[str, BlockCall] = {}
-    for fqn, call in reversed([*calls.items()]):
+    for fqn, call in reversed([*calls.items()]):  # `wanted`: what later blocks receive
         found: list[str] = []
-        _changed(call, lambda x, found=found: found.append(x.fqn) if isinstance(x, _Handed) else None)  # type: ignore[misc]
+        _mapped(call, lambda x, found=found: found.append(x.fqn) if isinstance(x, _ExtraOutput) else None)  # type: ignore[misc]
         linked[fqn] = call
         if found or fqn in wanted:
-            linked[fqn] = LinkedCall(call.args, call.kwargs, fqn, handed, frozenset({*found, fqn}) - wanted)
+            linked[fqn] = LinkedCall(call.args, call.kwargs, fqn, extra, frozenset({*found, fqn}) - wanted)
         wanted |= {*found}
     return linked
 
@@ -244,16 +244,16 @@ def _linked(calls: Mapping[str, BlockCall]) -> dict[str, BlockCall]:
 def check_calls(model: nn.Module, found: Architecture) -> tuple[bool, set[str]]:
     """Refuse before weights are read what `capture_calls` would refuse after.
 
-    The model runs with its blocks skipped, and zeros without memory for all weights outside of them; then each block
-    runs on the meta device.
+    The model runs with its blocks skipped and with zeros, which take no memory, for all weights outside of them. Then
+    each block runs on the meta device.
 
     Args:
         model: on any device, `meta` included; nothing of it is changed.
         found: its decoder blocks and linears.
 
     Returns:
-        Whether a block is handed more of an earlier one's output than hidden states; and linears that their blocks do
-        not call, such as the attention of a decoder to an encoder that is not there.
+        Whether a block receives more of an earlier one than hidden states; and linears that their blocks do not call,
+        such as the attention of a decoder to an encoder that is not there.
     """
     zeros = {
         name: torch.zeros((), dtype=x.dtype).expand(x.shape)
@@ -261,15 +261,15 @@ def check_calls(model: nn.Module, found: Architecture) -> tuple[bool, set[str]]:
         if not found.block_of(name)
     }
     linked, unused = False, set[str]()
-    # What else fails is no matter of structure, and may be due to the zeros.
+    # Other failures say nothing about the structure: the zeros may cause them.
     with evaluation_mode(model), torch.no_grad(), contextlib.suppress(*_FAILURES):
         weightless = lambda ids, **settings: functional_call(model, zeros, (ids,), settings)  # noqa: E731 - one call
-        (state,), calls = capture_calls(weightless, found.blocks, [torch.zeros(1, _FEW, dtype=torch.int64)])
+        (state,), calls = capture_calls(weightless, found.blocks, [torch.zeros(1, _PROBE_TOKENS, dtype=torch.int64)])
         linked = any(isinstance(call, LinkedCall) for made in calls.values() for call in made)
         for fqn, block in found.blocks.items():
             with contextlib.suppress(*_FAILURES):  # of a block that cannot be copied
                 (call,) = calls[fqn]
-                unused |= _unused(block, found.inside(fqn), state.to("meta"), _changed(call, _on_meta))
+                unused |= _unused(block, found.inside(fqn), state.to("meta"), _mapped(call, _on_meta))
     return linked, unused
 
 
@@ -278,7 +278,7 @@ def _on_meta(value: Any) -> Any:
 
 
 def _unused(block: nn.Module, linears: Mapping[str, Linear], state: Tensor, call: BlockCall) -> set[str]:
-    """Return the linears of a block that are neither called nor the first factor of a product: no input is seen."""
+    """Return the linears of a block whose input cannot be seen: neither called nor the first factor of a matmul."""
     twins: dict[int, Any] = {id(x): nn.Parameter(_on_meta(x), x.requires_grad) for x in block.parameters()}
     twins |= {id(x): _on_meta(x) for x in block.buffers()}
     twin = copy.deepcopy(block, twins)  # of no memory
@@ -289,9 +289,9 @@ def _unused(block: nn.Module, linears: Mapping[str, Linear], state: Tensor, call
     class Watch(TorchFunctionMode):
         def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if args and (name := first.get(id(args[0]))) is not None:
-                title = getattr(function, "__name__", "")
-                seen.update({name} if "matmul" in title else ())
-                converted.update({name} if title in {"float", "to", "type"} else ())
+                operation = getattr(function, "__name__", "")
+                seen.update({name} if "matmul" in operation else ())
+                converted.update({name} if operation in {"float", "to", "type"} else ())
             return function(*args, **(kwargs or {}))
 
     for module in twin.modules():
@@ -300,7 +300,7 @@ def _unused(block: nn.Module, linears: Mapping[str, Linear], state: Tensor, call
     try:
         with Watch():
             replay(twin, state, call)
-    except _FAILURES:  # such as experts, who look at numbers
+    except _FAILURES:  # such as experts, whose code reads numbers, which meta tensors lack
         return converted - seen
     return {*names} - seen
 
@@ -312,15 +312,15 @@ def replay(block: nn.Module, hidden: Tensor, call: BlockCall) -> Tensor:
     float32 too, unless autocast is enabled.
     """
     if isinstance(linked := call, LinkedCall):
-        handed = linked.handed
-        call = _changed(call, lambda x: handed[x.fqn][x.index] if isinstance(x, _Handed) else x)
+        extra = linked.extra
+        call = _mapped(call, lambda x: extra[x.fqn][x.index] if isinstance(x, _ExtraOutput) else x)
     if hidden.dtype == torch.float32 and (hidden.is_meta or not torch.is_autocast_enabled(hidden.device.type)):
         narrow = (torch.bfloat16, torch.float16)
-        call = _changed(call, lambda x: x.float() if isinstance(x, Tensor) and x.dtype in narrow else x)
+        call = _mapped(call, lambda x: x.float() if isinstance(x, Tensor) and x.dtype in narrow else x)
     output = block(hidden, *call.args, **call.kwargs)
     result: Tensor = output[0] if isinstance(output, tuple | list) else output
     if isinstance(linked, LinkedCall) and isinstance(output, tuple | list):
-        linked.handed[linked.fqn] = (None, *output[1:])
+        linked.extra[linked.fqn] = (None, *output[1:])
     return result
 
 
@@ -332,7 +332,7 @@ def run_around(model: Any, blocks: Mapping[str, nn.Module], ids: Tensor, state: 
 
 
 def skipped(blocks: Mapping[str, nn.Module]) -> AbstractContextManager[None]:
-    """Pass hidden states by blocks that add nothing to them, within a `with`, also in training."""
+    """Skip blocks within a `with`, also in training: each returns the hidden states that it is given."""
     return replaced_forwards(blocks, lambda _fqn, hidden, _call: hidden)
 
 
@@ -346,10 +346,10 @@ def replaced_forwards(
         def run(*args: Any, **kwargs: Any) -> Any:
             hidden, further = (kwargs.pop("hidden_states"), args) if "hidden_states" in kwargs else (args[0], args[1:])
             if isinstance(hidden, _Output):
-                hidden = hidden.alone
+                hidden = hidden.plain
             result = forward(fqn, hidden, BlockCall(further, kwargs))
             output = result.as_subclass(_Output)
-            output.alone, output.fqn = result, fqn
+            output.plain, output.fqn = result, fqn
             return output
 
         return run
@@ -367,14 +367,14 @@ def replaced_forwards(
 
 
 def _same(hidden: Tensor, passed: Tensor) -> bool:
-    """Return whether hidden states are what the block before put out, or all of it under another name."""
+    """Return whether hidden states are the output of the block before, or a view of all of it."""
     return hidden is passed or (
         hidden.data_ptr() == passed.data_ptr()
         and (hidden.shape, hidden.stride(), hidden.dtype) == (passed.shape, passed.stride(), passed.dtype)
     )
 
 
-def _shared(value: Any, known: list[Tensor]) -> Any:
+def _deduplicated(value: Any, known: list[Tensor]) -> Any:
     """Replace a tensor by an equal one in `known`: rotary tables and masks repeat for batches of one shape."""
     if not isinstance(value, Tensor) or any(other is value for other in known):
         return value
@@ -385,8 +385,8 @@ def _shared(value: Any, known: list[Tensor]) -> Any:
     return value
 
 
-def _changed(call: BlockCall, change: Callable[[Any], Any]) -> BlockCall:
-    """Return a call with each argument, and each item of those that are containers, changed."""
+def _mapped(call: BlockCall, change: Callable[[Any], Any]) -> BlockCall:
+    """Return a call with `change` applied to each argument, and to each item of those that are containers."""
 
     def inside(value: Any) -> Any:
         if isinstance(value, tuple | list):
@@ -408,34 +408,34 @@ def copy_shared_states(call: BlockCall, copies: dict[int, Any] | None = None) ->
     def own(value: Any) -> Any:
         return made.setdefault(id(value), copy.copy(value)) if isinstance(value, UserDict) else value
 
-    handed = {"handed": own(call.handed)} if isinstance(call, LinkedCall) else {}
-    return replace(_changed(call, own), **handed)
+    extra = {"extra": own(call.extra)} if isinstance(call, LinkedCall) else {}
+    return replace(_mapped(call, own), **extra)
 
 
 def shared_states(call: BlockCall) -> list[UserDict[Any, tuple[Any, ...]]]:
-    """Return what a model's blocks share beside hidden states: keys and values that later blocks of Gemma 4 use again.
+    """Return what a model's blocks share besides hidden states: keys and values that later blocks of Gemma 4 use again.
 
     It is in a `UserDict` among a block's arguments, the same object for all blocks of a batch, and in `LinkedCall`s.
     """
-    handed = [call.handed] if isinstance(call, LinkedCall) else []
-    return [*handed, *(value for value in (*call.args, *call.kwargs.values()) if isinstance(value, UserDict))]
+    extra = [call.extra] if isinstance(call, LinkedCall) else []
+    return [*extra, *(value for value in (*call.args, *call.kwargs.values()) if isinstance(value, UserDict))]
 
 
 class BlockwiseBackward:
     """Blocks from last to first, with the gradients that reach their `shared_states`.
 
-    A block that reads them is a function of them. The gradients of all that read are added up, and go on into the block
-    that wrote.
+    A block that reads them is a function of them. Their gradients are added up over all blocks that read them, and are
+    passed to the block that wrote them.
     """
 
     def __init__(self, call: BlockCall) -> None:
-        self._kept = shared_states(call)
-        self._leaves: list[dict[Any, tuple[Any, ...]]] = [{} for _ in self._kept]
+        self._states = shared_states(call)
+        self._leaves: list[dict[Any, tuple[Any, ...]]] = [{} for _ in self._states]
         self._gradients: dict[int, Tensor] = {}  # by id of a leaf
 
     def run(self, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """Run a block on its input, which requires a gradient."""
-        for kept, leaves in zip(self._kept, self._leaves, strict=True):
+        for kept, leaves in zip(self._states, self._leaves, strict=True):
             for key, tensors in [*kept.items()]:
                 if key not in leaves:  # indices have no gradient
                     leaves[key] = tuple(
@@ -455,12 +455,12 @@ class BlockwiseBackward:
         """
         outputs, gradients = [out], [gradient.to(out.dtype)]
         read: list[Tensor] = []
-        for kept, leaves in zip(self._kept, self._leaves, strict=True):
+        for kept, leaves in zip(self._states, self._leaves, strict=True):
             for key in [*leaves]:
                 if kept[key] is leaves[key]:
                     read += [leaf for leaf in leaves[key] if isinstance(leaf, Tensor) and leaf.requires_grad]
                     continue
-                for written, leaf in zip(kept.pop(key), leaves.pop(key), strict=True):  # nothing before has it
+                for written, leaf in zip(kept.pop(key), leaves.pop(key), strict=True):  # earlier blocks have none
                     if (reached := self._gradients.pop(id(leaf), None)) is not None:
                         outputs.append(written)
                         gradients.append(reached)
@@ -540,16 +540,16 @@ def advance(fqn: str, runs: Sequence[BlockRun], states: Sequence[Tensor], into: 
         states: the block's input, for each batch; overwritten if `into` is None.
         into: where to write the output.
     """
-    rooms, fine = states if into is None else into, []
+    targets, finite = states if into is None else into, []
     with written_behind() as put:
-        for run, state, room in zip(runs, states, rooms, strict=True):
+        for run, state, target in zip(runs, states, targets, strict=True):
             output = run(state)
-            fine.append(looks_finite(output))
-            put(room, output)
+            finite.append(looks_finite(output))
+            put(target, output)
             if isinstance(call := run.call, LinkedCall):
                 for name in call.done:
-                    call.handed.pop(name, None)
-    if first_damaged(rooms, fine) is not None:  # asked once, when all have been written
+                    call.extra.pop(name, None)
+    if first_damaged(targets, finite) is not None:  # once, after all are written: each check waits for the device
         raise not_finite(fqn)
 
 

@@ -35,7 +35,7 @@ def pooled(scores: Tensor, width: int) -> Tensor:
 
 
 def highest(scores: Tensor, keep: int) -> Tensor:
-    """Return the places of the highest scores [n], ascending, int64 [keep]; of equal ones, the first."""
+    """Return the positions of the highest scores [n], ascending, int64 [keep]; of equal ones, the first."""
     order = torch.sort(scores, descending=True, stable=True).indices
     return order[:keep].sort().values
 

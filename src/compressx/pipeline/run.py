@@ -38,7 +38,7 @@ from compressx.runtime.ranks import joined_ranks
 from compressx.runtime.timing import Timing, forget_peaks, peak_gpu_bytes, peak_resident_bytes
 from compressx.stages.log import run_log
 from compressx.stages.state import Progress, RunState
-from compressx.stages.store import kept_in
+from compressx.stages.store import resumable_in
 
 
 def loaded_recipe(
@@ -115,16 +115,16 @@ def run(
     """
     timing = Timing("load", time.perf_counter() if started is None else started)
     with (
-        joined_ranks(where := device_for(device)) as ranks,
+        joined_ranks(on := device_for(device)) as ranks,
         run_log(first=ranks.first) as log,
     ):
-        log.header(where)
+        log.header(on)
         plugins = plugins or load_plugins()
         state = RunState(
-            loaded_recipe(recipe, overrides, plugins), plugins, where, ranks, log, timing,
+            loaded_recipe(recipe, overrides, plugins), plugins, on, ranks, log, timing,
             progress if ranks.first else None, measured=ranks.first, replace=replace,
         )  # fmt: skip
-        with deterministic(state.recipe.deterministic, where), memory_advised(state), noted(lambda: _kept(state)):
+        with deterministic(state.recipe.deterministic, on), memory_advised(state), noted(lambda: _resumable(state)):
             if resume and _is_finished_before(state):
                 report = read_report(state.recipe.output) if state.first else None
             else:
@@ -132,22 +132,22 @@ def run(
         return state.by_first(lambda: cast("RunReport", report), RunReport)
 
 
-def _kept(state: RunState) -> str:
-    return next(filter(None, map(kept_in, unfinished(state.recipe.output))), "")
+def _resumable(state: RunState) -> str:
+    return next(filter(None, map(resumable_in, unfinished(state.recipe.output))), "")
 
 
 def _is_finished_before(state: RunState) -> bool:
-    """Return whether nothing is left to resume: the run of this recipe is finished, and no other has begun."""
+    """Return whether there is nothing to resume: the run of this recipe is finished, and no other has begun."""
     output = state.recipe.output
 
-    def looked_up() -> bool:
+    def look_up() -> bool:
         with state.loaded.at("output"):
             if found := not unfinished(output) and is_finished(state.loaded, replace=state.replace):
-                forget_blocks(output.expanduser())  # if it was killed before it could
+                forget_blocks(output.expanduser())  # a run that is killed here leaves them
         return found
 
-    if finished := state.by_first(looked_up):
-        state.note(f"{output} is finished; nothing is left to resume")
+    if finished := state.by_first(look_up):
+        state.note(f"{output} is finished; there is nothing to resume")
     return finished
 
 
@@ -180,7 +180,7 @@ def _run(state: RunState, *, resume: bool, restart: bool) -> RunReport | None:
 
 @contextlib.contextmanager
 def _folder(state: RunState, output: Path, options: Mapping[str, Any]) -> Iterator[Path]:
-    """Yield the folder that the first process fills."""
+    """Yield the output folder, which the first process opens and fills, in every process."""
     with contextlib.ExitStack() as opened_by_first:
         yield state.by_first(lambda: opened_by_first.enter_context(output_folder(output, **options)), Path)
 

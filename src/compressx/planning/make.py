@@ -38,7 +38,7 @@ from compressx.runtime.errors import (
 
 
 def make_plan(loaded: LoadedRecipe, plugins: Plugins, skeleton: torch.nn.Module) -> Plan:
-    """Plan what happens to every linear of the model, of which only shapes are read: it may be on the meta device.
+    """Plan what happens to every linear. Only shapes of the model are read: it may be on the meta device.
 
     Raises:
         CompressxError: several of the following, a line for each.
@@ -52,8 +52,8 @@ def make_plan(loaded: LoadedRecipe, plugins: Plugins, skeleton: torch.nn.Module)
     mistakes.raise_all()
     units = units_of_rules(loaded, architecture, skeleton, mistakes)
     mistakes.raise_all()
-    able = {i: architecture.linears for i, rule in enumerate(loaded.recipe.prune) if rule.pattern == "blocks"}
-    assigned = match_targets(loaded, architecture, mistakes, {**units, **able})
+    whole_blocks = {i: architecture.linears for i, rule in enumerate(loaded.recipe.prune) if rule.pattern == "blocks"}
+    assigned = match_targets(loaded, architecture, mistakes, {**units, **whole_blocks})
     mistakes.raise_all()
     taken = assigned.taken
     check_taken(loaded, units, assigned, architecture, skeleton, mistakes)
@@ -62,15 +62,15 @@ def make_plan(loaded: LoadedRecipe, plugins: Plugins, skeleton: torch.nn.Module)
     if depth is not None:
         units[depth.rule.index] = dict.fromkeys(depth.pattern.units.owners, depth.pattern.units)
     patterns = _patterns(loaded, [rule.pruner for rule in rules], taken, units)
-    everything = {**architecture.linears, **architecture.outside}
+    all_linears = {**architecture.linears, **architecture.outside}
     linears = tuple(
         PlannedLinear(
             name, architecture.block_of(name), (linear.out_features, linear.in_features), rules[index], patterns[name]
         )
-        for name, linear in everything.items()
+        for name, linear in all_linears.items()
         if (index := taken.get(name)) is not None
     )
-    for rule in rules:  # of each rule the first mistake: its other linears often repeat it
+    for rule in rules:  # only its first mistake: its other linears often repeat it
         with mistakes.collected():
             for linear in linears:
                 if linear.rule is rule:
@@ -113,13 +113,13 @@ def _without_uncalled(
 
 
 def _matrices(architecture: Architecture, skeleton: torch.nn.Module) -> tuple[int, int]:
-    """Count the weights in the blocks' matrices: all, and those that are in no linears, so that a `*` leaves them."""
-    kept: dict[int, int] = {}  # by parameter: blocks may share some
+    """Count the weights in the blocks' matrices: all, and those of matrices that cannot be pruned, not even by `*`."""
+    sizes: dict[int, int] = {}  # by parameter: blocks may share some
     for name, module in skeleton.named_modules():
         if name in architecture.unprunable and any(name.startswith(f"{fqn}.") for fqn in architecture.blocks):
-            kept |= {id(p): p.numel() for p in module.parameters(recurse=False)}
-    left = sum(kept.values())
-    return left + sum(x.out_features * x.in_features for x in architecture.linears.values()), left
+            sizes |= {id(p): p.numel() for p in module.parameters(recurse=False)}
+    unprunable = sum(sizes.values())
+    return unprunable + sum(x.out_features * x.in_features for x in architecture.linears.values()), unprunable
 
 
 def _skipped(architecture: Architecture, assigned: Assigned) -> dict[str, str]:
@@ -137,7 +137,7 @@ def _skipped(architecture: Architecture, assigned: Assigned) -> dict[str, str]:
 def check_rules(
     loaded: LoadedRecipe, plugins: Plugins, found: Architecture | None, mistakes: Mistakes
 ) -> list[PlannedRule]:
-    """Check each rule by itself: its pruners, their options and, in a known model, its targets.
+    """Check each rule by itself: its pruners, their options and, if `found` is given, its targets.
 
     Returns:
         The rules without a mistake in pruners and options.
@@ -160,7 +160,7 @@ def _plan_rule(loaded: LoadedRecipe, plugins: Plugins, index: int) -> PlannedRul
         spec = plugins.find(PRUNER, rule.pruner)
     if isinstance(rule.pattern, str) and rule.pattern not in spec.units:
         message = f"{spec.name} does not prune {rule.pattern}; it prunes {', '.join(spec.units) or 'no units'}"
-        loaded.refuse(f"{message}; pruners that do: {who_prunes(rule.pattern, plugins)}", "prune", index, "pattern")
+        loaded.refuse(f"{message}; pruners that do: {pruners_of(rule.pattern, plugins)}", "prune", index, "pattern")
     options = validate_options(spec.options, rule.options, partial(loaded.where, "prune", index, "options"))
     reconstructor = reconstructor_options = None
     if rule.reconstruct is not None:
@@ -168,8 +168,8 @@ def _plan_rule(loaded: LoadedRecipe, plugins: Plugins, index: int) -> PlannedRul
         with loaded.at(*here):
             reconstructor = plugins.find(PRUNER, rule.reconstruct.pruner)
         if not reconstructor.reconstructs:
-            able = _names(plugins, lambda other: other.reconstructs)
-            loaded.refuse(f"{reconstructor.name} only selects; pruners that reconstruct: {able}", *here)
+            others = _pruners_that(plugins, lambda spec: spec.reconstructs)
+            loaded.refuse(f"{reconstructor.name} only selects; pruners that reconstruct: {others}", *here)
         where = partial(loaded.where, *here, "options")
         reconstructor_options = validate_options(reconstructor.options, rule.reconstruct.options, where)
         for name in reconstructor.selecting_options:
@@ -215,17 +215,17 @@ def _pattern_of(loaded: LoadedRecipe, index: int, spec: PrunerSpec) -> Unstructu
     return Unstructured(rule.sparsity or 0.0, group)
 
 
-def who_prunes(unit: str, plugins: Plugins) -> str:
+def pruners_of(unit: str, plugins: Plugins) -> str:
     """Name the pruners of a kind of units."""
-    return _names(plugins, lambda spec: unit in spec.units)
+    return _pruners_that(plugins, lambda spec: unit in spec.units)
 
 
-def _names(plugins: Plugins, able: Callable[[PrunerSpec], bool]) -> str:
-    return ", ".join(sorted(spec.name for spec in plugins.offers["pruners"].values() if able(spec))) or "none"
+def _pruners_that(plugins: Plugins, support: Callable[[PrunerSpec], bool]) -> str:
+    return ", ".join(sorted(spec.name for spec in plugins.offers["pruners"].values() if support(spec))) or "none"
 
 
 def _check_fits(loaded: LoadedRecipe, linear: PlannedLinear, linears: Sequence[PlannedLinear]) -> None:
-    """Refuse an M that does not divide a linear's inputs, and a sparsity that drops none or all of what competes."""
+    """Refuse an M that does not divide a linear's inputs, and a sparsity that drops none or all competing weights."""
     pattern, (rows, columns) = linear.pattern, linear.shape
     if isinstance(pattern, NM):
         if columns % pattern.of:
@@ -235,7 +235,7 @@ def _check_fits(loaded: LoadedRecipe, linear: PlannedLinear, linears: Sequence[P
     allocated = loaded.recipe.allocation is not None
     place = ("allocation", "target") if allocated else ("prune", linear.rule.index, "sparsity")
     if isinstance(pattern, Structured):
-        if pattern.unit != "blocks":  # those are looked at whether or not other rules take all their linears
+        if pattern.unit != "blocks":  # `find_depth` checks those, even if other rules take all their linears
             with loaded.at(*place):
                 check_count(pattern)
         return
@@ -253,7 +253,7 @@ def _check_fits(loaded: LoadedRecipe, linear: PlannedLinear, linears: Sequence[P
 
 
 def _check_text(loaded: LoadedRecipe, skeleton: torch.nn.Module, mistakes: Mistakes, *, needed: bool) -> None:
-    """Refuse calibration that is missing though pruners need it, and windows of too many tokens."""
+    """Refuse a recipe without the calibration that its pruners need, and sequences longer than the model reads."""
     calibration = loaded.recipe.calibration
     positions = getattr(text_config(skeleton), "max_position_embeddings", None)
     with mistakes.collected():
@@ -275,7 +275,7 @@ def _check_blocks(
     failed: set[PlannedRule] = set()
     blocks = [Block(i, n, block, found.inside(n), (), config) for i, (n, block) in enumerate(found.blocks.items())]
     for block in (*blocks, Block(len(blocks), "", skeleton, dict(found.outside), (), config)):
-        asked = plan.decided_in(block.fqn)
+        decided = plan.decided_in(block.fqn)
         for rule, patterns in plan.in_block(block.fqn).items():
             if rule in failed:  # the other blocks would repeat the mistake
                 continue
@@ -286,9 +286,9 @@ def _check_blocks(
                 except CompressxError as error:
                     message = ", ".join(f"{n} is ignored by {ignored[n]}" for n in block.linears if n in ignored)
                     alone = not block.fqn or not isinstance(error, UnsupportedModelError)
-                    more = "" if alone else _elsewhere(loaded, plan, rule, blocks)
+                    more = "" if alone else _advice_on_blocks(loaded, plan, rule, blocks)
                     raise type(error)(f"{error}{more}{message and f' ({message})'}") from error
-                if rule not in observing and rule in asked:
+                if rule not in observing and rule in decided:
                     with loaded.at("prune", rule.index):
                         observing |= {rule} if _observes(rule, block, patterns) else set()
                 failed.remove(rule)
@@ -296,8 +296,8 @@ def _check_blocks(
 
 
 def _check_block(loaded: LoadedRecipe, rule: PlannedRule, block: Block, patterns: Mapping[str, RulePattern]) -> None:
-    taken = (("pruner", rule.pruner, rule.options), ("reconstruct", rule.reconstructor, rule.reconstructor_options))
-    for key, spec, options in taken:
+    named = (("pruner", rule.pruner, rule.options), ("reconstruct", rule.reconstructor, rule.reconstructor_options))
+    for key, spec, options in named:
         if spec is not None and spec.check is not None:
             place = ("prune", rule.index) if key == "pruner" else ("prune", rule.index, key)
             where = block.fqn or "the model"
@@ -305,16 +305,16 @@ def _check_block(loaded: LoadedRecipe, rule: PlannedRule, block: Block, patterns
                 spec.check(block, patterns, options)
 
 
-def _elsewhere(loaded: LoadedRecipe, plan: Plan, rule: PlannedRule, blocks: Iterable[Block]) -> str:
-    """Return what to do where a rule's pruner does not support a block, by whether it supports others."""
-    taken = {x: found[rule] for x in blocks if rule in (found := plan.in_block(x.fqn))}
+def _advice_on_blocks(loaded: LoadedRecipe, plan: Plan, rule: PlannedRule, blocks: Iterable[Block]) -> str:
+    """Advise on a block that a rule's pruner does not support, by whether it supports the rule's other blocks."""
+    targeted = {x: found[rule] for x in blocks if rule in (found := plan.in_block(x.fqn))}
     refused = []
-    for block, patterns in taken.items():
+    for block, patterns in targeted.items():
         try:
             _check_block(loaded, rule, block, patterns)
         except UnsupportedModelError:
             refused.append(block.index)
-    if len(refused) < len(taken):
+    if len(refused) < len(targeted):
         return f"; put a rule of another pruner before this one, with targets: [layers: {refused}]"
     return "; no block that the rule takes has what its pruner needs: see docs/unsupported-models.md"
 

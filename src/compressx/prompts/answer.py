@@ -108,7 +108,7 @@ def answer(
     check_ids(model, ids, tokenizer)
     forget_peaks()
     started = time.perf_counter()
-    places = torch.arange(len(ids)) if selector is None else selector.places(ids, protected)
+    places = torch.arange(len(ids)) if selector is None else selector.positions(ids, protected)
     peak = peak_gpu_bytes if next(model.parameters()).is_cuda else peak_resident_bytes
     selected, selecting_took = time.perf_counter(), peak()
     forget_peaks()
@@ -133,7 +133,7 @@ def answer(
         kept_text=" ... ".join(readable(tokenizer, part) for part in torch.tensor_split(kept, gaps.tolist())),
         seconds={"select": selected - started, "prefill": first[0] - selected, "generate": ended - first[0]},
         peak_memory_bytes={"select": selecting_took, "generate": peak()},
-        reason="" if selector is None else selector.wanted.reason,
+        reason="" if selector is None else selector.rows.reason,
     )
 
 

@@ -57,7 +57,7 @@ class NeedlePrompt:
 
     Attributes:
         ids: int64 [n].
-        places: of the sentence's tokens, int64 [k].
+        places: positions of the sentence's tokens, int64 [k].
         protected: whether a token is no part of the long text, bool [n]: the question, and a chat's template.
         answer: that the model should give.
         depth: of the sentence that was asked for, from 0 to 1.

@@ -40,7 +40,7 @@ class Selected:
     Attributes:
         input_ids: int64 [batch, tokens], padded on the left where prompts differ in length.
         attention_mask: int64 [batch, tokens], 0 at padding.
-        places: of each prompt, where its kept tokens were in the given row, int64 [kept], ascending.
+        places: positions of each prompt's kept tokens in its row of the given `input_ids`, int64 [kept], ascending.
         reason: how the selector chose its blocks and heads; empty if it did not.
     """
 
@@ -57,17 +57,17 @@ class ReadySelector:
     Attributes:
         settings: the recipe's section.
         access: the model.
-        found: its blocks.
+        found: its architecture.
         selector: the plugin's.
-        wanted: the scores that it asks for.
-        warned: not empty once it was said that nothing is left out.
+        rows: the scores that it asks for.
+        warned: not empty once the warning is logged that no token is removed; a list, since the class is frozen.
     """
 
     settings: SelectTokens
     access: Access
     found: Architecture
     selector: TokenSelector
-    wanted: AttentionRows
+    rows: AttentionRows
     warned: list[bool] = field(default_factory=list, repr=False)
 
     def select(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Selected:
@@ -89,32 +89,32 @@ class ReadySelector:
             raise CalibrationError("input_ids has no prompt; expected one or more")
         places, lengths = [], []
         for number, row in enumerate(mask):
-            there = row.nonzero()[:, 0]
-            wrong = "" if len(there) else f"prompt {number} has no token; expected one or more"
-            if len(there) and int(there[-1] - there[0]) + 1 != len(there):
+            tokens = row.nonzero()[:, 0]  # positions of the prompt in its padded row
+            wrong = "" if len(tokens) else f"prompt {number} has no token; expected one or more"
+            if len(tokens) and int(tokens[-1] - tokens[0]) + 1 != len(tokens):
                 wrong = f"attention_mask of prompt {number}: expected ones without a gap, zeros only before or after"
             if wrong:
                 raise CalibrationError(wrong)
-            kept = self.places(input_ids[number, there])
-            places.append(there[kept.to(there.device)])
-            lengths.append(len(there))
+            kept = self.positions(input_ids[number, tokens])
+            places.append(tokens[kept.to(tokens.device)])
+            lengths.append(len(tokens))
         if lengths == [*map(len, places)] and not self.warned:
             self.warned.append(True)
             _log.warning(
-                "select_tokens leaves nothing out of prompts of up to %d tokens: keep is %s, and protected are the "
+                "select_tokens removes nothing from prompts of up to %d tokens: keep is %s, and protected are the "
                 "first %d and the last %d",
                 max(lengths), self.settings.keep, self.settings.protect.first, self.settings.protect.last,
             )  # fmt: skip
         longest = max(map(len, places))
         ids = input_ids.new_zeros(len(places), longest)
-        ones = torch.zeros(ids.shape, dtype=torch.int64, device=ids.device)
+        attended = torch.zeros(ids.shape, dtype=torch.int64, device=ids.device)
         for number, kept in enumerate(places):
             ids[number, longest - len(kept) :] = input_ids[number, kept]
-            ones[number, longest - len(kept) :] = 1
-        return Selected(ids, ones, tuple(places), self.wanted.reason)
+            attended[number, longest - len(kept) :] = 1
+        return Selected(ids, attended, tuple(places), self.rows.reason)
 
-    def places(self, ids: Tensor, protected: Tensor | None = None) -> Tensor:
-        """Return the places of the tokens to keep of one prompt, int64 [kept], ascending, on the CPU.
+    def positions(self, ids: Tensor, protected: Tensor | None = None) -> Tensor:
+        """Return the positions of the tokens to keep of one prompt, int64 [kept], ascending, on the CPU.
 
         Args:
             ids: int64 [n], without padding.
@@ -124,43 +124,43 @@ class ReadySelector:
         fixed = torch.zeros(n, dtype=torch.bool) if protected is None else protected.clone()
         fixed[: protect.first] = True
         fixed[n - min(n, protect.last) :] = True
-        free, keep = (~fixed).nonzero()[:, 0], self._number(n, int(fixed.sum()))
+        free, keep = (~fixed).nonzero()[:, 0], self._kept_tokens(n, int(fixed.sum()))
         wanted = keep - (n - len(free))
         if keep >= n:
             return torch.arange(n)
         if not wanted:
             return fixed.nonzero()[:, 0]
-        scores = self._read(ids)
+        scores = self._read_scores(ids)
         with blamed_on(f"select of token selector {self.settings.selector!r} failed on a prompt of {n} tokens"):
             answer = self.selector.select(scores[..., free.to(scores.device)], wanted)
-        fixed[free[checked_places(answer, len(free), wanted, self.settings.selector)]] = True
+        fixed[free[checked_positions(answer, len(free), wanted, self.settings.selector)]] = True
         return fixed.nonzero()[:, 0]
 
-    def _number(self, n: int, protected: int) -> int:
+    def _kept_tokens(self, n: int, protected: int) -> int:
         """Return how many tokens of a prompt to keep."""
         keep = self.settings.keep
         if isinstance(keep, float):
             return max(round(keep * n), protected, 1)
         if keep < protected:
             raise CalibrationError(
-                f"keep is {keep}, but {protected} tokens of the prompt are protected: what stands around a long text, "
+                f"keep is {keep}, but {protected} tokens of the prompt are protected: what surrounds a long text, "
                 "such as the question, and the first and last tokens; raise keep, or lower protect"
             )
         return keep
 
-    def _read(self, ids: Tensor) -> Tensor:
+    def _read_scores(self, ids: Tensor) -> Tensor:
         positions = getattr(text_config(self.access.model), "max_position_embeddings", None)
-        if self.wanted.blocks and positions is not None and len(ids) > positions:
+        if self.rows.blocks and positions is not None and len(ids) > positions:
             raise CalibrationError(
                 f"the prompt has {len(ids)} tokens, and the model {positions} positions, which its first blocks need "
                 f"to read it for {self.settings.selector!r}; shorten it, or use a selector that reads no attention, "
                 "such as recent"
             )
-        return read_scores(self.access, self.found, ids.to(self.access.device), self.wanted)
+        return read_scores(self.access, self.found, ids.to(self.access.device), self.rows)
 
 
 def checked_rows(asked: object, facts: ModelFacts, name: str) -> AttentionRows:
-    """Return what `observe` asks for, its numbers as int: NumPy's and torch's are taken, too.
+    """Return what `observe` asks for, its numbers as int: NumPy's and torch's are accepted, too.
 
     Raises:
         PluginError: no `AttentionRows`, blocks that do not ascend, no query, or heads that the model does not have.
@@ -168,7 +168,7 @@ def checked_rows(asked: object, facts: ModelFacts, name: str) -> AttentionRows:
     wrong = f"must return AttentionRows, got {asked!r:.80}"
     if isinstance(asked, AttentionRows):
         asked_heads = () if asked.heads is None else asked.heads
-        blocks, heads, queries = (_whole(x) for x in (asked.blocks, asked_heads, (asked.queries,)))
+        blocks, heads, queries = (_integers(x) for x in (asked.blocks, asked_heads, (asked.queries,)))
         missing = [head for head in heads or () if not 0 <= head < facts.heads]
         if blocks is None or [*blocks] != sorted({*blocks}):
             wrong = f"must return blocks as whole numbers in ascending order, got {asked.blocks!r:.80}"
@@ -183,7 +183,7 @@ def checked_rows(asked: object, facts: ModelFacts, name: str) -> AttentionRows:
     raise PluginError(f"observe of token selector {name!r} {wrong}")
 
 
-def _whole(values: Any) -> tuple[int, ...] | None:
+def _integers(values: Any) -> tuple[int, ...] | None:
     """Return whole numbers as a tuple of int; None if they are none."""
     try:
         return tuple(index(value) for value in values)
@@ -191,22 +191,22 @@ def _whole(values: Any) -> tuple[int, ...] | None:
         return None
 
 
-def checked_places(answer: object, n: int, keep: int, name: str) -> Tensor:
-    """Return the places that `select` chose, on the CPU.
+def checked_positions(answer: object, n: int, keep: int, name: str) -> Tensor:
+    """Return the positions that `select` chose, on the CPU.
 
     Raises:
-        PluginError: another number of places, another dtype, duplicates, another order, or places outside the prompt.
+        PluginError: another number, dtype or order of positions, duplicates, or positions outside the prompt.
     """
     wrong = f"int64 [{keep}]; got {answer!r:.80}"
     if isinstance(answer, Tensor):
         wrong = f"int64 [{keep}]; got {answer.dtype} {[*answer.shape]}"
         if answer.dtype == torch.int64 and answer.shape == (keep,):
-            places = answer.cpu()
-            if int(places[0]) >= 0 and int(places[-1]) < n and bool((places[1:] > places[:-1]).all()):
-                return places
-            wrong = f"got {places.tolist()!s:.80}"
+            chosen = answer.cpu()
+            if int(chosen[0]) >= 0 and int(chosen[-1]) < n and bool((chosen[1:] > chosen[:-1]).all()):
+                return chosen
+            wrong = f"got {chosen.tolist()!s:.80}"
     raise PluginError(
-        f"token selector {name!r}: expected {keep} different places from 0 to {n - 1} in ascending order, {wrong}"
+        f"token selector {name!r}: expected {keep} different positions from 0 to {n - 1} in ascending order, {wrong}"
     )
 
 
@@ -216,7 +216,7 @@ def _in_options(*loc: object) -> str:
 
 @dataclass(frozen=True)
 class SelectorSettings:
-    """How prompts are shortened: a recipe's `select_tokens` section, and the plugins that it names one of."""
+    """How prompts are shortened: a recipe's `select_tokens` section, and the plugins that have its selector."""
 
     settings: SelectTokens
     plugins: Plugins
@@ -237,8 +237,8 @@ class SelectorSettings:
         return found, validate_options(found.options, self.settings.options, where)
 
     def check(self, skeleton: Any, tokenizer: Any | None, where: Callable[..., str] = _in_options) -> None:
-        """Refuse what can be refused without weights and, if there is none, a tokenizer; as `prepare`."""
-        self._begun(InMemory(skeleton), tokenizer, where)
+        """Refuse what `prepare` would, as far as it shows without weights and, if it is None, without a tokenizer."""
+        self._built(InMemory(skeleton), tokenizer, where)
 
     def prepare(self, access: Access, tokenizer: Any | None) -> ReadySelector:
         """Build the selector, and ask it once which scores it needs of a model.
@@ -250,21 +250,21 @@ class SelectorSettings:
         Raises:
             CompressxError: an unknown selector or option, a model whose attention cannot be read, or an invalid answer.
         """
-        selector, queries, found, wanted = self._begun(access, tokenizer)
+        selector, queries, found, wanted = self._built(access, tokenizer)
         if wanted is None:
             if tokenizer is None:
                 raise CalibrationError(
                     "the selector chooses blocks or heads on synthetic prompts, which need the model's tokenizer; pass "
                     "tokenizer=..."
                 )
-            wanted = self._chosen(selector, access, found, tokenizer, queries)
+            wanted = self._chosen_rows(selector, access, found, tokenizer, queries)
             check_global(access.model, found, wanted.blocks)
         return ReadySelector(self.settings, access, found, selector, wanted)
 
-    def _begun(
+    def _built(
         self, access: Access, tokenizer: Any | None, where: Callable[..., str] = _in_options
     ) -> tuple[TokenSelector, int, Architecture, AttentionRows | None]:
-        """Return the selector, the queries in its needles, the blocks, and, without needles, what it asks for."""
+        """Return the selector, the queries in its needles, the architecture and, if 0, the rows that it asks for."""
         spec, options = self.spec(where)
         with blamed_on(f"build of token selector {spec.name!r} failed"):
             queries = 0 if spec.needles is None else spec.needles(options)
@@ -276,7 +276,7 @@ class SelectorSettings:
             )
         check_decoder(access.model)
         found = architecture_of(access.model)
-        wanted = None if queries else self._observed(selector, access, found, None, 0)
+        wanted = None if queries else self._asked_rows(selector, access, found, None, 0)
         for ids in choosing_ids(tokenizer) if queries and tokenizer is not None else ():
             check_ids(access.model, torch.tensor(ids), tokenizer, "select_tokens: a prompt to choose heads by")
         # A choice on synthetic prompts needs one block that sees all of them.
@@ -284,16 +284,16 @@ class SelectorSettings:
         return selector, queries, found, wanted
 
     def key(self) -> dict[str, Any]:
-        """Return what decides the selected tokens of a given model, in types that survive JSON."""
+        """Return what decides the selected tokens of a given model, in JSON types."""
         return {
             "settings": self.settings.model_dump(mode="json"),
             "code": self.plugins.code_of(TOKEN_SELECTOR, self.settings.selector),
         }
 
-    def _chosen(
+    def _chosen_rows(
         self, selector: TokenSelector, access: Access, found: Architecture, tokenizer: Any, queries: int
     ) -> AttentionRows:
-        """Return what a selector asks for by its needles, which take a run of the whole model, or what it asked."""
+        """Return what a selector asks for by its needles: cached, because they take a run of the whole model."""
         key = {
             "selector": self.settings.selector,
             "options": self.spec()[1].model_dump(mode="json"),
@@ -305,13 +305,13 @@ class SelectorSettings:
         }
 
         def ask() -> dict[str, Any]:
-            return asdict(self._observed(selector, access, found, tokenizer, queries))
+            return asdict(self._asked_rows(selector, access, found, tokenizer, queries))
 
         kept = cached(key, ask, "selections", AttentionRows)
         heads = None if kept["heads"] is None else tuple(kept["heads"])
         return AttentionRows(tuple(kept["blocks"]), heads, kept["queries"], kept["reason"])
 
-    def _observed(
+    def _asked_rows(
         self, selector: TokenSelector, access: Access, found: Architecture, tokenizer: Any | None, queries: int
     ) -> AttentionRows:
         """Ask a selector which scores it needs, and check the answer."""

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compressx.data.documents import sound
+from compressx.data.documents import checked_text
 from compressx.runtime.errors import CalibrationError, one_line
 
 _TEXT = "\u2063text\u2063"  # stands for the long text while a chat template is applied; invisible separators
@@ -58,5 +58,6 @@ def prompt_of(tokenizer: Any, text: str, question: str = "") -> tuple[Tensor, Te
 
 def text_ids(tokenizer: Any, text: str) -> Tensor:
     """Return the token ids of a text, int64 [tokens], without special tokens."""
-    ids = tokenizer(sound(text, "the prompt"), add_special_tokens=False, verbose=False)["input_ids"] if text else []
+    checked = checked_text(text, "the prompt")
+    ids = tokenizer(checked, add_special_tokens=False, verbose=False)["input_ids"] if text else []
     return torch.tensor(ids, dtype=torch.int64)

@@ -16,7 +16,7 @@ class Random:
         return AttentionRows()
 
     def select(self, scores: Tensor, keep: int) -> Tensor:
-        """Draw places."""
+        """Draw positions."""
         drawn = torch.randperm(scores.shape[-1], generator=torch.Generator().manual_seed(0))
         return drawn[:keep].sort().values.to(scores.device)
 

@@ -16,7 +16,7 @@ class Recent:
         return AttentionRows()
 
     def select(self, scores: Tensor, keep: int) -> Tensor:
-        """Keep the last places."""
+        """Keep the last tokens."""
         n = scores.shape[-1]
         return torch.arange(n - keep, n, device=scores.device)
 

@@ -1,11 +1,11 @@
 """Where a run keeps its finished blocks: in a journal on disk, from which an interrupted run resumes, or in memory.
 
 A block is finished when `state.json` lists it. That file is written last, after the block's weights, masks, report and
-matrices and the hidden states that enter the next block. Files of unfinished blocks are overwritten. The weights are
-written in the background (`WriteBehind`), and so is the record when they are on disk.
+matrices and the hidden states that enter the next block. Files of unfinished blocks are overwritten. Weights are
+written in the background (`WriteBehind`), and after them the file that lists them.
 
-Hidden states can be larger than all weights of a block. They are written when enough time has passed since the last
-writing, and only then are the blocks up to there finished. Blocks after them are pruned again by a run that resumes.
+Hidden states can be larger than all weights of a block. So they are written only when enough time has passed since the
+last time, and only then do the blocks up to there count as finished. A resumed run prunes the later ones again.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ SHARE = 0.03
 
 @dataclass(frozen=True)
 class Allocated:
-    """The sparsities that were chosen, of units that go whole as those of weights, and the report of that."""
+    """The sparsities that an allocation chose, those of whole units written as those of weights, and its report."""
 
     patterns: Mapping[str, Unstructured | NM]
     report: AllocationReport
@@ -58,7 +58,7 @@ ALLOCATED = TypeAdapter(Allocated)
 _REPORT = TypeAdapter(BlockReport)
 _MEASURED = TypeAdapter(dict[str, float | list[list[float]]])
 _DAMAGE = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
-"""What data of other types than a run has written gives while it is read."""
+"""Errors of reading data that no run has written."""
 
 
 class Store(Protocol):
@@ -66,8 +66,8 @@ class Store(Protocol):
 
     Attributes:
         finished: names of the finished blocks, in order.
-        allocated: the sparsities that were chosen, or None before that.
-        measured: what an allocation has measured so far, in JSON types; empty when it has chosen.
+        allocated: the chosen sparsities; None before they are chosen.
+        measured: what an allocation has measured so far, in JSON types; empty once it has chosen.
         scores: of decoder blocks that may be dropped, by name; empty before they are measured.
         chosen: the names of those that are dropped, each with the divergence that it reached.
         blocks: a folder for large temporary files.
@@ -94,7 +94,7 @@ class Store(Protocol):
 
     def add(
         self, access: Access, report: BlockReport, matrices: Sequence[Matrices], masks: Mapping[str, MaskEntry],
-        streams: HiddenStates,
+        hidden: HiddenStates,
     ) -> None:  # fmt: skip
         """Keep a pruned block: its report, what is drawn of it, its masks, and the next block's hidden states."""
 
@@ -146,7 +146,7 @@ class InMemoryStore(Store):
     @override
     def add(
         self, access: Access, report: BlockReport, matrices: Sequence[Matrices], masks: Mapping[str, MaskEntry],
-        streams: HiddenStates,
+        hidden: HiddenStates,
     ) -> None:  # fmt: skip
         self.finished.append(report.fqn)
         self._masks.append(PackedMasks.of(masks))
@@ -196,11 +196,11 @@ class Journal(Store):
         self.scores: Mapping[str, float] = {}
         self.chosen: Mapping[str, float] = {}
         self._cost, self._since = 0.0, time.perf_counter()  # seconds of the last writing of states, and when it ended
-        self._untidy = False  # whether states were written after which earlier ones are not deleted yet
+        self._outdated = False  # whether hidden states of earlier blocks are still to be deleted
         if self.state.exists():
             self._open()
-        for left in self.blocks.glob(".*.partial") if ranks.first else ():  # of a run that was killed while it wrote
-            left.unlink(missing_ok=True)
+        for cut_off in self.blocks.glob(".*.partial") if ranks.first else ():  # by a kill during a write
+            cut_off.unlink(missing_ok=True)
 
     @override
     def allocate(self, allocated: Allocated) -> None:
@@ -221,7 +221,7 @@ class Journal(Store):
     def recording(self, access: Access) -> Iterator[None]:
         """Add blocks within a `with`; at its end all of them are on disk, and finished ones are listed.
 
-        So they are if it is left by an error or Ctrl-C. Of several processes, none waits for the others then.
+        The same holds if an error or Ctrl-C ends it, but then no process waits for the others.
 
         Raises:
             ArtifactError: a file cannot be written.
@@ -232,25 +232,25 @@ class Journal(Store):
             with suppress(Exception):  # the error from elsewhere counts
                 access.written()
                 if self.ranks.size == 1:
-                    self._tidy(access)
+                    self._delete_outdated(access)
             raise
         access.written()
-        self._tidy(access)
+        self._delete_outdated(access)
 
     def add(
         self, access: Access, report: BlockReport, matrices: Sequence[Matrices], masks: Mapping[str, MaskEntry],
-        streams: HiddenStates,
+        hidden: HiddenStates,
     ) -> None:  # fmt: skip
         """Record a block while its weights are loaded; it counts as finished once hidden states are written, too.
 
-        They are written after the first block, and again when that takes at most `SHARE` of the time that has passed.
+        They are written after the first block, and again when writing them takes at most `SHARE` of the time since.
         All processes do so after the same blocks. The weights are written in the background, and the block is listed
         when they are on disk.
 
         Raises:
             ArtifactError: a file of this block or the one before cannot be written; it then does not count as finished.
         """
-        self._tidy(access)
+        self._delete_outdated(access)
         fqn = report.fqn
         if self.ranks.first:
             write_masks(self._file(fqn, "masks.safetensors"), masks)
@@ -258,7 +258,7 @@ class Journal(Store):
             write_tensors(self._file(fqn, "matrices.safetensors"), {name: p.values for name, p in images.items()})
             atomic_write(self._file(fqn, "json"), json_text(_block_to_dict(report, matrices)).encode())
         self.finished.append(fqn)
-        named = {"dense": streams.dense, "pruned": streams.pruned}
+        named = {"dense": hidden.dense, "pruned": hidden.pruned}
         states = {f"{name}.{i:06d}": state for name, some in named.items() for i, state in enumerate(some)}
         started = time.perf_counter()
         complete = self.ranks.broadcast(not states or self._cost <= SHARE * (started - self._since))
@@ -266,21 +266,21 @@ class Journal(Store):
             write_tensors(self._states(len(self.finished)), states)
             self._since = time.perf_counter()
             self._cost = self._since - started if states else self._cost
-            self.ranks.barrier()  # the record speaks of the states of all processes
-        if self.ranks.first:  # last, so that the disk has nothing else to do while the next block is worked on
+            self.ranks.barrier()  # the record vouches for the hidden states of all processes
+        if self.ranks.first:  # last: it goes on in the background during the next block, and needs the disk alone
             access.write(fqn, self.blocks, self._record() if complete else None)
-        self._untidy = bool(complete)
+        self._outdated = bool(complete)
 
-    def _tidy(self, access: Access) -> None:
-        """Delete states of earlier blocks when the record lists a later one."""
-        if not self._untidy:
+    def _delete_outdated(self, access: Access) -> None:
+        """Delete hidden states of earlier blocks once the record lists a later one."""
+        if not self._outdated:
             return
         if self.ranks.first:
             access.written()
         self.ranks.barrier()
         for earlier in {*self.blocks.glob(self._states("*").name)} - {self._states(len(self.finished))}:
             earlier.unlink(missing_ok=True)
-        self._untidy = False
+        self._outdated = False
 
     def restore(self, access: Access, keep: KeepStates) -> tuple[list[BlockReport], list[Matrices], HiddenStates]:
         """Load the weights of all finished blocks into the model; return reports, matrices and the hidden states.
@@ -305,9 +305,9 @@ class Journal(Store):
             matrices += images
         states: dict[str, list[Tensor]] = {"dense": [], "pruned": []}
         for name, state in each_tensor(path := self._states(len(self.finished))):
-            if (stream := name.partition(".")[0]) not in states:
+            if (kind := name.partition(".")[0]) not in states:
                 raise _damaged(path, f"it holds {name!r}")
-            states[stream].append(keep(state.to(access.device)))
+            states[kind].append(keep(state.to(access.device)))
         return reports, matrices, HiddenStates(**states)
 
     @override
@@ -338,9 +338,9 @@ class Journal(Store):
             raise _damaged(self.state, error) from error
         now = json.loads(json_text(self.fingerprint))
         for values in (earlier, now):
-            values.pop("arithmetic", None)  # whose rates differ, and only its dtype counts
+            values.pop("arithmetic", None)  # measured anew in each run; only its dtype, compute_dtype, has to agree
         if None in (earlier.get("compute_dtype"), now.get("compute_dtype")):
-            # Blocks are pruned without text. Only fine-tuning multiplies anything, and that may come or go.
+            # A run without calibration text multiplies only in fine-tuning, which a resumed run may add or omit.
             earlier["compute_dtype"] = now["compute_dtype"] = None
         if lines := [x for name in {**earlier, **now} for x in differing(name, earlier.get(name), now.get(name))]:
             raise ArtifactError(
@@ -350,7 +350,7 @@ class Journal(Store):
         self.timing.add(spent)
 
     def _write(self) -> None:
-        self.ranks.barrier()  # one that opens its journal later would find this, and not take part in what led to it
+        self.ranks.barrier()  # a later one would read this record, and skip what the others do together
         if self.ranks.first:
             self._record()()
 
@@ -383,11 +383,11 @@ def recorded_arithmetic(folder: Path) -> Arithmetic | None:
     try:
         found = json.loads((folder / STATE).read_text(encoding="utf-8"))["fingerprint"]["arithmetic"]
         return TypeAdapter(Arithmetic | None).validate_python(found)
-    except (OSError, ValueError, KeyError, TypeError):  # what is damaged is told when the journal is opened
+    except (OSError, ValueError, KeyError, TypeError):  # opening the journal reports the damage
         return None
 
 
-def kept_in(folder: Path) -> str:
+def resumable_in(folder: Path) -> str:
     """Say what an interrupted run has finished in a folder; nothing if there is nothing to resume from."""
     try:
         data = json.loads((folder / STATE).read_text(encoding="utf-8"))

@@ -67,12 +67,12 @@ class SelectorSubject:
             asked = selector.observe(facts)
         return checked_rows(asked, facts, self.spec.name)
 
-    def places(self, n: int, keep: int, protected: Tensor | None = None) -> Tensor:
+    def positions(self, n: int, keep: int, protected: Tensor | None = None) -> Tensor:
         """Have the host select `keep` of a prompt's `n` tokens, int64 [keep], with those `protected`, bool [n]."""
         selector = self.selector()
         settings = SelectTokens(selector=self.spec.name, keep=keep, protect=Protect(first=0, last=0))
         selection = ReadySelector(settings, self.access, self.found, selector, self.observed(selector))
-        return selection.places(tiny_tokens(sequences=1, length=n)[0], protected)
+        return selection.positions(tiny_tokens(sequences=1, length=n)[0], protected)
 
 
 def _needle(facts: ModelFacts, queries: int, generator: torch.Generator) -> Needle:
@@ -102,25 +102,25 @@ def asks(subject: SelectorSubject) -> None:
 
 
 def _counts(subject: SelectorSubject) -> None:
-    """Ask for few and many tokens of short and long prompts, and of one with places that the scores leave out."""
+    """Ask for few and many tokens of short and long prompts, and of one with positions that the scores leave out."""
     for n in (2, 3, 8, _LENGTH):
         for keep in sorted({1, n // 2, n - 1}):
-            subject.places(n, keep)
+            subject.positions(n, keep)
     protected = torch.zeros(_LENGTH, dtype=torch.bool)
     protected[:4] = protected[12:14] = protected[-8:] = True
     for keep in (15, 20, _LENGTH - 1):
-        subject.places(_LENGTH, keep, protected)
+        subject.positions(_LENGTH, keep, protected)
 
 
 def _deterministic(subject: SelectorSubject) -> None:
     answers = []
     for seed in (0, 1):
         with seeded(seed):
-            answers.append(subject.places(_LENGTH, _LENGTH // 2))
+            answers.append(subject.positions(_LENGTH, _LENGTH // 2))
     expect(torch.equal(*answers), "two selectors with other global seeds selected other tokens of one prompt")
 
 
 SELECTOR_CHECKS: Mapping[str, Callable[[SelectorSubject], None]] = {
-    "as many places as asked, in order": _counts,
+    "as many positions as asked, in order": _counts,
     "deterministic": _deterministic,
 }

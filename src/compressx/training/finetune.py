@@ -1,13 +1,13 @@
 """Sparse fine-tuning: the remaining weights, or adapters of them, are trained with the masks held.
 
 Dropped weights are zero and get no gradient, so they stay exactly zero. A step depends only on the settings and its
-number (its windows, and the units that dropout drops), so a checkpoint needs only weights, optimizer state and losses.
+number, which seed its sequences and its dropout. So a checkpoint needs only weights, optimizer state and losses.
 Where the recipe gives minutes, the learning rate also depends on the time. A 16-bit model is trained in float32 and
-rounded once, at the end; its matrix products may be in bfloat16.
+rounded once, at the end; its matmuls may be in bfloat16.
 
-With a vocabulary of 49152 the logits of one window of 2048 tokens take 400 MB in float32, and autograd keeps several
+With a vocabulary of 49152 the logits of one sequence of 2048 tokens take 400 MB in float32, and autograd keeps several
 copies. So a loss is computed a few rows at a time together with its gradient in closed form, and only the gradient is
-kept. A chunk of rows fits into a CPU's last cache: its numbers are read a dozen times.
+kept. A chunk of rows fits into a CPU's last-level cache, because it is read a dozen times.
 """
 
 from __future__ import annotations
@@ -36,53 +36,53 @@ _LARGEST_NORM = 1.0
 """Maximum norm of a step's gradient, a customary value."""
 
 _BETAS = (0.9, 0.95)
-"""Adam's. A training has a few hundred steps, too few for the usual second value of 0.999."""
+"""Adam's decay rates. A training has a few hundred steps, too few for the usual second value of 0.999."""
 
 _HELD_OUT_AT_ONCE = 4
-"""Most held-out windows in a batch. No more than in a step, whose memory is what `batch_size` is lowered for."""
+"""Most held-out sequences in a batch; fewer if `batch_size` is less, which is lowered where memory is short."""
 
 WARMUP = 0.1
 """Fraction of a training in which the learning rate rises."""
 
 _CHECKS = 4
-"""How often the held-out loss is measured during a training, beside once before it."""
+"""How often the held-out loss is measured during a training, besides once before it."""
 
 _BACK_OFF = 0.25
-"""Factor of the learning rate after each held-out loss that is not below all before it."""
+"""The learning rate is multiplied by this after each held-out loss that is no new minimum."""
 
 _RowLoss: TypeAlias = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""From logits [rows, vocabulary], which it may overwrite, and targets: the summed loss and its gradient."""
+"""Takes logits [rows, vocabulary], which it may overwrite, and targets; returns the summed loss and its gradient."""
 
 _NO_TARGET = -100
-"""Target of a window's last token, which has no next token."""
+"""Target of a sequence's last token, which has no next token."""
 
 _LOGITS_AT_ONCE = 2**21
 """Logits converted to float32 at a time: 8 MiB, some 40 rows of a large vocabulary."""
 
 _LOGITS_AT_ONCE_ON_ACCELERATOR = 2**26
-"""The same where a chunk is a few kernel launches: 256 MiB."""
+"""The same on an accelerator, where every chunk costs a few kernel launches: 256 MiB."""
 
 
 def finetune(
-    model: Any, masks: MaskSet, windows: Tensor, settings: Finetune, *, teacher: Any | None = None,
+    model: Any, masks: MaskSet, sequences: Tensor, settings: Finetune, *, teacher: Any | None = None,
     matmul_dtype: torch.dtype | None = None, checkpoint: Path | None = None,
-    progress: Callable[[int, int, float], None] | None = None, tell: Callable[[str], None] = lambda _: None,
+    progress: Callable[[int, int, float], None] | None = None, note: Callable[[str], None] = lambda _: None,
 ) -> FinetuneReport:  # fmt: skip
     """Train the remaining weights of a pruned model, or adapters, in place; dropped ones stay zero.
 
     Args:
         model: a pruned transformers causal language model; keeps its dtypes and modes.
         masks: its masks.
-        windows: int64 [windows, tokens].
+        sequences: int64 [sequences, tokens].
         settings: the recipe's `finetune` section.
         teacher: the model that `settings.teacher` names; not changed.
         matmul_dtype: of both models' matmuls; that of each one's weights when absent.
         checkpoint: a file to resume from if it exists, updated during training.
         progress: called with the steps done, the total and the last loss.
-        tell: called with a line when training goes back to earlier weights.
+        note: called with a sentence when training returns to earlier weights.
 
     Returns:
-        A report with the loss of every step, and of held-out windows at intervals.
+        A report with the loss of every step, and of held-out sequences at intervals.
 
     Raises:
         CalibrationError: a loss, gradient or trained weight that is not finite.
@@ -95,13 +95,13 @@ def finetune(
         own_checkpointing_off(model), prepared as parameters, _training_mode(model, settings.gradient_checkpointing)
     ):  # fmt: skip
         trained = {name: parameter for name, parameter in model.named_parameters() if parameter in parameters}
-        steps = _Steps(model, teacher, windows, settings, trained, matmul_dtype, tell)
+        steps = _Steps(model, teacher, sequences, settings, trained, matmul_dtype, note)
         steps.run(checkpoint, progress)
         count = sum(p.numel() for p in trained.values())
         if settings.lora is None:  # of masked weights only the kept ones
             count -= sum(int((~entry.keep).sum()) for entry in masks.values())
     check_trained(model, masks, settings.learning_rate)
-    drawn = (len(steps.seen), windows.shape[1])
+    drawn = (len(steps.seen), sequences.shape[1])
     return FinetuneReport(
         settings.taught_by, count, len(steps.losses), drawn, tuple(steps.losses), tuple(steps.held_out)
     )
@@ -115,25 +115,25 @@ class _Steps:
     """The optimizer steps of one fine-tuning run, resumable from a checkpoint.
 
     Attributes:
-        seen: windows to train on, int64 [windows, tokens].
+        seen: sequences to train on, int64 [sequences, tokens].
         losses: of every step.
-        held_out: losses on the other windows, the unseen ones.
+        held_out: losses on the held-out sequences, `unseen`.
     """
 
     def __init__(
-        self, model: Any, teacher: Any | None, windows: Tensor, settings: Finetune, trained: Mapping[str, nn.Parameter],
-        matmul_dtype: torch.dtype | None, tell: Callable[[str], None],
+        self, model: Any, teacher: Any | None, sequences: Tensor, settings: Finetune,
+        trained: Mapping[str, nn.Parameter], matmul_dtype: torch.dtype | None, note: Callable[[str], None],
     ) -> None:  # fmt: skip
         self.model, self.teacher, self.settings, self.trained = model, teacher, settings, trained
-        self.matmul_dtype, self.tell = matmul_dtype, tell
-        self.seen, self.unseen = torch.split(windows, list(split_windows(len(windows), settings.held_out)))
+        self.matmul_dtype, self.note = matmul_dtype, note
+        self.seen, self.unseen = torch.split(sequences, list(split_sequences(len(sequences), settings.held_out)))
         self.device = next(model.parameters()).device
         groups = [{"params": [p], "scale": s} for p, s in zip(trained.values(), scales(trained), strict=True)]
         self.optimizer = torch.optim.AdamW(groups, betas=_BETAS, weight_decay=0.0, fused=True)
         self.losses: list[float] = []
         self.held_out: list[HeldOutLoss] = []
         self.best: dict[str, Tensor] = {}  # the weights of the lowest held-out loss
-        self.before = 0.0  # seconds before an interruption
+        self.seconds_before = 0.0  # of training, before an interruption
         self.started = time.perf_counter()
 
     def run(self, checkpoint: Path | None, progress: Callable[[int, int, float], None] | None) -> None:
@@ -141,7 +141,7 @@ class _Steps:
         if checkpoint is not None and checkpoint.exists():
             self._load(checkpoint)
         if not self.held_out:
-            self._check()
+            self._measure_held_out()
         done = fraction_done(self.settings, len(self.losses), self.seconds)
         while done < 1.0:
             rate = learning_rate(self.settings, done) * backed_off([x.loss for x in self.held_out])
@@ -150,7 +150,7 @@ class _Steps:
             self.losses.append(self._step(len(self.losses)))
             done, before = fraction_done(self.settings, len(self.losses), self.seconds), done
             if math.floor(before * _CHECKS) < math.floor(done * _CHECKS):
-                self._check()
+                self._measure_held_out()
             if checkpoint is not None and (len(self.losses) % CHECKPOINT_EVERY == 0 or done == 1.0):
                 write_tensors(checkpoint, self._state())
             if progress is not None:
@@ -166,7 +166,7 @@ class _Steps:
     @property
     def seconds(self) -> float:
         """Seconds of training so far."""
-        return self.before + time.perf_counter() - self.started
+        return self.seconds_before + time.perf_counter() - self.started
 
     def _step(self, number: int) -> float:
         ids = batch(self.seen, number, self.settings).to(self.device)
@@ -186,10 +186,10 @@ class _Steps:
         return value
 
     @torch.no_grad()
-    def _check(self) -> None:
-        """Measure the loss on the unseen windows, if there are any, and keep the weights if it is the lowest.
+    def _measure_held_out(self) -> None:
+        """Measure the loss on the unseen sequences, if there are any, and keep the weights if it is the lowest.
 
-        Else go on from the best weights at a lower rate: what one model takes is too much for another.
+        Otherwise go on from the best weights at a lower rate: a rate that suits one model is too high for another.
         """
         if not len(self.unseen):
             return
@@ -203,12 +203,12 @@ class _Steps:
         if loss < lowest:
             self.best = {name: parameter.detach().clone() for name, parameter in self.trained.items()}
         elif self.best:
-            self.tell(f"held-out loss {loss:.4g}, not below {lowest:.4g}: back to those weights, at a lower rate")
+            self.note(f"held-out loss {loss:.4g}, not below {lowest:.4g}: back to those weights, at a lower rate")
             self._return_to_best()
-            self.optimizer.state.clear()  # moments of the way that led off
+            self.optimizer.state.clear()  # moments of the steps that are undone
 
     def _loss(self, batch: Tensor) -> Tensor:
-        """Return the loss of windows [batch, tokens]."""
+        """Return the loss of sequences [batch, tokens]."""
         # A context per step: narrow copies of the parameters are kept until it exits.
         with matmuls_in(self.matmul_dtype, self.model, self.device, cache=True):
             logits = self.model(batch, use_cache=False).logits  # [batch, tokens, vocabulary]
@@ -238,7 +238,7 @@ class _Steps:
             with memory_named(str(checkpoint)):
                 self.losses = state.pop("losses").tolist()
                 self.held_out = [HeldOutLoss(int(n), loss, s) for n, loss, s in state.pop("held_out").tolist()]
-                self.before = float(state.pop("seconds"))
+                self.seconds_before = float(state.pop("seconds"))
                 for name, parameter in self.trained.items():
                     parameter.copy_(state.pop(f"value.{name}"))
                 for key, value in state.items():
@@ -267,7 +267,7 @@ def _training_mode(model: Any, gradient_checkpointing: bool) -> Iterator[None]:
 def fraction_done(settings: Finetune, steps: int, seconds: float) -> float:
     """Return the fraction of a training that is done, 1.0 when it is over.
 
-    A training by time is over when less than half a step of time is left; it has at least one step.
+    A training by time is over when the time for half a step does not remain; it has at least one step.
     """
     if settings.minutes is None:
         return steps / settings.total_steps
@@ -277,7 +277,7 @@ def fraction_done(settings: Finetune, steps: int, seconds: float) -> float:
 
 
 def total_steps(settings: Finetune, steps: int, done: float) -> int:
-    """Return how many steps a training has, by time an estimate from the `done` fraction of it."""
+    """Return how many steps a training has; of one by time, an estimate from the fraction that is `done`."""
     if settings.minutes is None:
         return settings.total_steps
     return max(steps, round(steps / done)) if steps else 1
@@ -293,23 +293,23 @@ def learning_rate(settings: Finetune, done: float) -> float:
 
 def backed_off(losses: Sequence[float]) -> float:
     """Return the factor of the learning rate after held-out losses, in the order in which they were measured."""
-    return _BACK_OFF ** sum(not loss < min(losses[:i]) for i, loss in enumerate(losses) if i)
+    return _BACK_OFF ** sum(not loss < min(losses[:i]) for i, loss in enumerate(losses) if i)  # NaN is no minimum
 
 
-def split_windows(windows: int, held_out: int) -> tuple[int, int]:
-    """Return how many windows to train on and how many to hold out: the wanted number, at most an eighth."""
-    unseen = min(held_out, windows // 8)
-    return windows - unseen, unseen
+def split_sequences(sequences: int, held_out: int) -> tuple[int, int]:
+    """Return how many sequences to train on and how many to hold out: the wanted number, at most an eighth."""
+    unseen = min(held_out, sequences // 8)
+    return sequences - unseen, unseen
 
 
-def batch(windows: Tensor, step: int, settings: Finetune) -> Tensor:
-    """Return the windows of a step [batch_size, tokens]; each epoch has its own order."""
-    places = range(step * settings.batch_size, (step + 1) * settings.batch_size)
+def batch(sequences: Tensor, step: int, settings: Finetune) -> Tensor:
+    """Return the sequences of a step [batch_size, tokens]; each epoch has its own order."""
+    drawn = range(step * settings.batch_size, (step + 1) * settings.batch_size)
     orders = {
-        epoch: torch.randperm(len(windows), generator=torch.Generator().manual_seed((settings.seed + epoch) % 2**63))
-        for epoch in {place // len(windows) for place in places}
+        epoch: torch.randperm(len(sequences), generator=torch.Generator().manual_seed((settings.seed + epoch) % 2**63))
+        for epoch in {i // len(sequences) for i in drawn}
     }
-    return windows[torch.stack([orders[place // len(windows)][place % len(windows)] for place in places])]
+    return sequences[torch.stack([orders[i // len(sequences)][i % len(sequences)] for i in drawn])]
 
 
 def distillation_loss(student: Tensor, teacher: Tensor, *, rows: int | None = None) -> Tensor:
@@ -337,11 +337,11 @@ def distillation_loss(student: Tensor, teacher: Tensor, *, rows: int | None = No
 
 
 def next_token_loss(logits: Tensor, ids: Tensor, *, rows: int | None = None) -> Tensor:
-    """Return the mean negative log-likelihood of all tokens but the first of each window.
+    """Return the mean negative log-likelihood of all tokens but the first of each sequence.
 
     Args:
-        logits: [windows, tokens, vocabulary].
-        ids: int64 [windows, tokens].
+        logits: [sequences, tokens, vocabulary].
+        ids: int64 [sequences, tokens].
         rows: as for `distillation_loss`.
 
     Returns:

@@ -29,7 +29,7 @@ from compressx.recipe.sources import ModelSource
 from compressx.report.section import Column, Section, counted, number_of, table
 from compressx.runtime.errors import CompressxError, Mistakes, RecipeError, UnsupportedModelError
 from compressx.stages.state import RunState, Stage
-from compressx.training.finetune import finetune, split_windows, total_steps
+from compressx.training.finetune import finetune, split_sequences, total_steps
 
 _SECONDS = Column("seconds", ".1f")
 
@@ -132,7 +132,7 @@ class FineTuning(Stage):
             with skipped({fqn: blocks[fqn] for fqn in state.plan.dropped}):  # they would take as long as the others
                 state.results["finetune"] = finetune(
                     model, state.store.masks(), windows, settings, teacher=teacher, matmul_dtype=state.matmul_dtype,
-                    checkpoint=checkpoint, progress=progress, tell=state.note,
+                    checkpoint=checkpoint, progress=progress, note=state.note,
                 )  # fmt: skip
 
     def sentences(self, report: RunReport) -> Iterator[str]:
@@ -196,7 +196,7 @@ def finetuning_bytes(state: RunState, settings: Finetune, planned: Plan) -> dict
         "weights": _WIDE * (own + (0 if settings.lora is None else trained)),
         "gradients": _WIDE * trained,
         "moments": 2 * _WIDE * trained,
-        "best weights": _WIDE * trained if split_windows(samples, settings.held_out)[1] else 0,
+        "best weights": _WIDE * trained if split_sequences(samples, settings.held_out)[1] else 0,
         "masks": sum(x.weights for x in planned.linears),
         "teacher": itemsize * _count(teacher) if learns else 0,
         "logits": 2 * logits * (3 if learns else 2),  # both models' and their gradient, of two bytes each or more

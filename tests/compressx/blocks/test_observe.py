@@ -240,4 +240,4 @@ def test_a_linear_that_is_called_again_with_an_input_of_its_own_parts_from_those
         observe(linears, wanted, [partial(module, x) for x in batches])
     plain, twice = (wanted[name]["selects"].statistic for name in linears)
     assert torch.equal(plain.matrix, twice.matrix)
-    assert (plain.tokens, twice.tokens) == (25, 30)
+    assert (plain.count, twice.count) == (25, 30)

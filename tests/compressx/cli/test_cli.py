@@ -232,7 +232,7 @@ def test_resuming_a_finished_run_does_nothing_and_another_recipes_run_is_not_rep
     written = {path: path.stat().st_mtime_ns for path in Path("out").rglob("*")}
     again = invoke("run", "r.yaml", "--resume")
     assert again.exit_code == 0
-    assert "out is finished; nothing is left to resume" in again.stderr
+    assert "out is finished; there is nothing to resume" in again.stderr
     assert "written to out" in again.stdout
     other = invoke("run", "r.yaml", "--resume", "--set", "calibration.samples=5")
     assert other.exit_code == 2

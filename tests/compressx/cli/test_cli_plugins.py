@@ -60,7 +60,7 @@ def compressx_token_selectors():
     done = invoke("--plugin", "both", "plugins", "check", "both", "--architecture", "llama")
     assert done.exit_code == 1
     assert "FAILED: plans without weights (llama): " in done.stdout
-    assert "FAILED: as many places as asked, in order (llama): token selector 'skips': expected" in done.stdout
+    assert "FAILED: as many positions as asked, in order (llama): token selector 'skips': expected" in done.stdout
 
 
 @pytest.mark.slow

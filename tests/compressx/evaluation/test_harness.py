@@ -315,7 +315,7 @@ def test_what_the_harness_is_asked_is_what_is_set(few_tasks, tokenizer, asked, c
     run_tasks(tiny_model("llama"), tokenizer, settings("tasks/letters_easy.yaml", **given), {})
     assert tuple(asked[0][key] for key in ("num_fewshot", "apply_chat_template", "fewshot_as_multiturn")) == passed
     assert asked[0]["batch_size"] == 4, "on the CPU nothing tries out how much memory there is"
-    told = "num_fewshot is 5, but without examples ran fixed"
+    told = "num_fewshot is 5, but fixed set 0 and ran without"
     assert (told in caplog.text) == bool(given), "a task that allows no examples is named"
 
 

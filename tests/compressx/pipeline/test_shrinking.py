@@ -116,7 +116,7 @@ def test_the_smaller_model_computes_what_the_one_with_zeros_does_and_its_files_s
     assert pruned != report.evaluation["dense"]["token_perplexity"]
 
     masks, source = Path("out/masks.safetensors"), source_of("out")
-    told = r"what shrink has left \(intermediate_size 64 of 96, .*\), and masks of the original do not fit it"
+    told = r"shrink has made the model smaller \(intermediate_size 64 of 96, .*\), and masks of the original do not fit"
     for use in (lambda: apply_masks(masks, source, tmp_path / "applied"), lambda: inspect_model(source, masks)):
         with pytest.raises(ArtifactError, match=told):
             use()

@@ -103,7 +103,7 @@ def test_prompts_that_are_not_too_long_stay_whole_and_the_log_says_so_once(keep,
         found = compressx.select_tokens(tiny_model("llama"), ids, **{**EARLY, "protect": protect}, keep=keep)
     assert torch.equal(found.input_ids, ids)
     [line] = caplog.messages
-    assert line.startswith(f"select_tokens leaves nothing out of prompts of up to 60 tokens: keep is {keep}, ")
+    assert line.startswith(f"select_tokens removes nothing from prompts of up to 60 tokens: keep is {keep}, ")
     caplog.clear()
     compressx.select_tokens(tiny_model("llama"), ids, keep=20, **EARLY)
     assert not caplog.messages
@@ -234,7 +234,7 @@ def test_what_tokens_cannot_be_selected_from_is_refused(given: dict[str, Any], s
 @pytest.mark.parametrize(
     ("selector", "said"),
     [
-        *((Chosen(answer=lambda scores, keep, x=x: x), "expected 4 different places from 0 to 53 in asc.*" + told)
+        *((Chosen(answer=lambda scores, keep, x=x: x), "expected 4 different positions from 0 to 53 in asc.*" + told)
           for x, told in (
             (torch.tensor([0, 1, 1, 2]), r"got \[0, 1, 1, 2\]"), (torch.tensor([0, 3, 2, 4]), r"got \[0, 3, 2, 4\]"),
             (torch.tensor([0, 1, 2, 54]), "got"), (torch.tensor([-1, 1, 2, 3]), "got"),

@@ -82,7 +82,7 @@ def causal_alone(answer, scores, keep):
     return answer
 
 
-ASKS, COUNTS = "asks for scores that are there", "as many places as asked, in order"
+ASKS, COUNTS = "asks for scores that are there", "as many positions as asked, in order"
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ ASKS, COUNTS = "asks for scores that are there", "as many places as asked, in or
         (spec(observing(lambda *_: 1 / 0)), ASKS, "observe failed on llama: ZeroDivisionError: division by zero"),
         (spec(needles=lambda _: "16"), ASKS, "needles returned '16', expected a number of queries"),
         (spec(answering(lambda _, scores, keep: highest(scores[0, 0, -1], keep + 1))), COUNTS, "got torch.int64 [2]"),
-        (spec(answering(lambda answer, *_: answer + 1)), COUNTS, "different places from 0 to"),
+        (spec(answering(lambda answer, *_: answer + 1)), COUNTS, "different positions from 0 to"),
         (spec(answering(causal_alone)), COUNTS, "the first query sees the last token"),
         (spec(answering(at_random(None))), "deterministic", "other global seeds selected other tokens"),
     ],

@@ -337,7 +337,7 @@ def test_gradient_checkpointing_computes_blocks_again_and_changes_nothing_but_me
     for checkpointing in (True, False):
         calls: list[Any] = []
         model, masks = pruned(architecture)
-        _, second = architecture_of(model).blocks.values()
+        _, second, *_ = architecture_of(model).blocks.values()
         second.mlp.register_forward_pre_hook(lambda *given, to=calls: to.append(given))
         settings = Finetune(
             steps=2, learning_rate=1e-2, teacher="none", held_out=0, gradient_checkpointing=checkpointing
