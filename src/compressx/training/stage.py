@@ -114,8 +114,8 @@ class FineTuning(Stage):
 
     def run(self, state: RunState) -> None:
         """Train, from the checkpoint of an interrupted run if there is one."""
-        settings, windows = state.recipe.finetune, state.training
-        if settings is None or windows is None:
+        settings, sequences = state.recipe.finetune, state.training
+        if settings is None or sequences is None:
             return
 
         def progress(done: int, total: int, loss: float) -> None:
@@ -126,12 +126,12 @@ class FineTuning(Stage):
             teacher = state.dense() if settings.teacher == "dense" else None
             if isinstance(settings.teacher, ModelSource):
                 teacher = open_model(find_checkpoint(settings.teacher), False, state.device).model
-            checkpoint = None if state.folder is None else _checkpoint(state, settings, windows, teacher)
+            checkpoint = None if state.folder is None else _checkpoint(state, settings, sequences, teacher)
             model = state.access.model
             blocks = find_blocks(model)
             with skipped({fqn: blocks[fqn] for fqn in state.plan.dropped}):  # they would take as long as the others
                 state.results["finetune"] = finetune(
-                    model, state.store.masks(), windows, settings, teacher=teacher, matmul_dtype=state.matmul_dtype,
+                    model, state.store.masks(), sequences, settings, teacher=teacher, matmul_dtype=state.matmul_dtype,
                     checkpoint=checkpoint, progress=progress, note=state.note,
                 )  # fmt: skip
 
@@ -157,9 +157,9 @@ def _summary(tuned: FinetuneReport) -> str:
     measured = f"{first:.4g} at the first, {last:.4g} at the last"
     if tuned.held_out:
         kept = min(tuned.held_out, key=lambda x: x.loss)
-        measured = f"on held-out windows {tuned.held_out[0].loss:.4g} before, {kept.loss:.4g} after {kept.step} steps"
+        measured = f"on held-out sequences {tuned.held_out[0].loss:.4g} before, {kept.loss:.4g} after {kept.step} steps"
     return (
-        f"{tuned.steps} steps on {count} windows of {tokens} tokens, {tuned.trained / 1e6:.3g} M numbers trained: "
+        f"{tuned.steps} steps on {count} sequences of {tokens} tokens, {tuned.trained / 1e6:.3g} M numbers trained: "
         f"{loss} {measured}."
     )
 
@@ -227,14 +227,14 @@ def _gb(size: int) -> str:
     return f"{size / 1e9:.3g} GB"
 
 
-def _checkpoint(state: RunState, settings: Finetune, windows: torch.Tensor, teacher: Any | None) -> Path:
+def _checkpoint(state: RunState, settings: Finetune, sequences: torch.Tensor, teacher: Any | None) -> Path:
     """Return the file for a training's checkpoint, and remove those of other trainings of the same pruned model.
 
     The dense model is the same for all of them, but another teacher may have changed where it is.
     """
     chosen = settings.model_dump_json(exclude={"dataset", "samples", "sequence_length", "bos"})
     taught = weights_fingerprint(InMemory(teacher)) if isinstance(settings.teacher, ModelSource) else ""
-    name = hashlib.sha256(f"{chosen} {fingerprint(windows)} {taught} {state.matmul_dtype}".encode()).hexdigest()[:16]
+    name = hashlib.sha256(f"{chosen} {fingerprint(sequences)} {taught} {state.matmul_dtype}".encode()).hexdigest()[:16]
     checkpoint = state.store.blocks / f"finetune-{name}.safetensors"
     for other in {*state.store.blocks.glob("finetune-*.safetensors")} - {checkpoint}:
         other.unlink()
@@ -270,13 +270,13 @@ def _mistakes(loaded: LoadedRecipe, settings: Finetune, skeleton: Any) -> Iterat
 def _check_teacher(source: ModelSource, tokens: int, skeleton: Any) -> None:
     """Refuse a teacher whose predictions cannot be compared with the model's."""
     teacher, own = (text_config(model) for model in (load_skeleton(find_checkpoint(source)), skeleton))
-    told = ""
+    wrong = ""
     if tokens > (positions := getattr(teacher, "max_position_embeddings", None) or tokens):
-        told = f"{positions} positions, and windows have {tokens} tokens; lower sequence_length, or choose another"
+        wrong = f"{positions} positions, and sequences have {tokens} tokens; lower sequence_length, or choose another"
     elif teacher.vocab_size != own.vocab_size:
-        told = f"a vocabulary of {teacher.vocab_size} tokens and the model one of {own.vocab_size}; expected the same"
-    if told:
-        raise UnsupportedModelError(f"the teacher has {told}")
+        wrong = f"a vocabulary of {teacher.vocab_size} tokens and the model one of {own.vocab_size}; expected the same"
+    if wrong:
+        raise UnsupportedModelError(f"the teacher has {wrong}")
 
 
 def undivided(
@@ -286,13 +286,13 @@ def undivided(
     each = f" for each of {processes} processes" if processes > 1 else ""
     if text.samples // processes <= text.batch_size:
         yield RecipeError(
-            f"{loaded.where('reconstruct_block')}: no batch is left to hold out: {text.samples} calibration windows "
+            f"{loaded.where('reconstruct_block')}: no batch is left to hold out: {text.samples} calibration sequences "
             f"are one batch of {text.batch_size}{each}; expected calibration.samples of "
             f"{(text.batch_size + 1) * processes} or more, or a smaller calibration.batch_size"
         )
     if settings.batch_size % (text.batch_size * processes):
         yield RecipeError(
-            f"{loaded.where('reconstruct_block', 'batch_size')}: a step of {settings.batch_size} windows is no whole "
+            f"{loaded.where('reconstruct_block', 'batch_size')}: a step of {settings.batch_size} sequences is no whole "
             f"number of calibration batches of {text.batch_size}{each}; expected a multiple of "
             f"{text.batch_size * processes}, or a smaller calibration.batch_size"
         )

@@ -112,14 +112,16 @@ def test_a_training_step_that_processes_cannot_share_or_without_anything_to_hold
     settings, text = loaded.recipe.reconstruct_block, loaded.recipe.calibration  # 8 windows in batches of 2
     assert settings is not None
     assert text is not None
-    uneven = "a step of 6 windows is no whole number of calibration batches of 2 for each of {0} processes; .* {1}, or"
+    uneven = (
+        "a step of 6 sequences is no whole number of calibration batches of 2 for each of {0} processes; .* {1}, or"
+    )
     none_left = r"are one batch of 2 for each of 4 processes; expected.*calibration\.samples of 12 or more, or a"
     for processes, expected in ((1, []), (2, [uneven.format(2, 4)]), (4, [none_left, uneven.format(4, 8)])):
         found = [str(error) for error in undivided(loaded, settings, text, processes)]
         assert len(found) == len(expected)
         assert all(re.search(told, error) for told, error in zip(expected, found, strict=True))
     few = load_recipe(tmp_path / "recipe.yaml", ["calibration.samples=2"])
-    told = r"recipe\.yaml:\d+:\d+: no batch is left to hold out: 2 calibration windows are"
+    told = r"recipe\.yaml:\d+:\d+: no batch is left to hold out: 2 calibration sequences are"
     with pytest.raises(RecipeError, match=told):
         plan(few)
 
@@ -127,7 +129,7 @@ def test_a_training_step_that_processes_cannot_share_or_without_anything_to_hold
 @pytest.mark.parametrize(
     ("setting", "error", "told"),
     [
-        ("reconstruct_block.batch_size=6", RecipeError, "a step of 6 windows is no whole number of calibration"),
+        ("reconstruct_block.batch_size=6", RecipeError, "a step of 6 sequences is no whole number of calibration"),
         (
             "calibration.samples=1",
             CalibrationError,

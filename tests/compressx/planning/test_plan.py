@@ -293,7 +293,7 @@ ALLOCATED = {"calibration": f"{CALIBRATION}\n{ALLOCATION}"}
       {"calibration": f"{CALIBRATION}\nreconstruct_block: {{}}"},
       "it has no effect: all linears that the rules match are outside the decoder"),
      ("pruner: wanda, sparsity: 0.5", {"calibration": f"{CALIBRATION}\nreconstruct_block: {{batch_size: 6}}"},
-      "a step of 6 windows is no whole number of calibration batches.*expected a multiple of 4"),
+      "a step of 6 sequences is no whole number of calibration batches.*expected a multiple of 4"),
      *(('targets: ["*.q_proj", "*.o_proj"], pruner: magnitude, sparsity: 0.5',
         {"calibration": f"{CALIBRATION}\nignore: [{entry}]"}, complaint) for entry, complaint in
        (('"*.q_prj"', r"ignore '\*\.q_prj' matches no linear; did you mean '\*\.q_proj'\?"),

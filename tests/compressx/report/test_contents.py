@@ -156,7 +156,7 @@ def test_a_sentence_says_how_the_kept_weights_were_trained_and_a_table_what_that
     held_out = (HeldOutLoss(0, 0.75, 0.0), HeldOutLoss(4, 0.5, 60.0), HeldOutLoss(8, 0.625, 120.0))
     made = report(finetune=FinetuneReport("none", 1, 8, (8, 512), (0.7, 0.4), held_out))
     assert "next-token loss" in shown(made)
-    assert "on held-out windows 0.75 before, 0.5 after 4 steps." in shown(made)
+    assert "on held-out sequences 0.75 before, 0.5 after 4 steps." in shown(made)
     assert rows(made, "Fine-tuning") == [["0", "0.0", "0.75"], ["4", "1.0", "0.5"], ["8", "2.0", "0.625"]]
 
 
