@@ -118,7 +118,7 @@ def measure(
 def measure_outliers(
     access: Access, units: Sequence[Unit], batches: Sequence[Tensor], threshold: float, keep: KeepStates = in_memory
 ) -> Iterator[tuple[Unit, float]]:
-    """Yield every unit in the decoder blocks with the outlier ratio of its linears, on the dense model's stream.
+    """Yield every unit in the decoder blocks with the outlier ratio of its linears, on the dense model's hidden states.
 
     Args:
         access: as `measure`.

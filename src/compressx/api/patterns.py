@@ -195,7 +195,7 @@ class Unstructured(_Pattern):
 
 @dataclass(frozen=True)
 class NM(_Pattern):
-    """N:M sparsity: of every `of` consecutive input features, `keep` survive.
+    """N:M sparsity: of every `of` consecutive input features, `keep` are kept.
 
     Published tools disagree on what the first number counts; here it is the weights that are *kept*.
     """

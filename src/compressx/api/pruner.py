@@ -27,9 +27,9 @@ class Statistic(Protocol):
     Two *fresh* statistics that compare equal (`==`) and see the same input are computed once and shared, so a
     dataclass should leave its accumulators out of the comparison (`field(compare=False)`).
 
-    One that keeps no more than the first so many windows may have `after(windows)`, which is called before the first
-    batch where several processes share the text: so many windows come before those of this process, and other
-    processes see them.
+    A statistic that keeps only the first few calibration sequences may have a method `after(windows)`. Where several
+    processes share the text it is called before the first batch, with the number of sequences that come before those
+    of this process, and that other processes see.
     """
 
     def update(self, x: Tensor) -> None:
@@ -49,7 +49,7 @@ class Statistic(Protocol):
 
 
 class RoutedStatistic(Protocol):
-    """A `Statistic` of a fused expert's linear that is told the router's weights, too.
+    """A `Statistic` of a fused expert's linear that is given the router's weights, too.
 
     Experts that no token reaches keep an empty one; for other statistics that is an error.
 
@@ -190,8 +190,8 @@ class PruneResult:
             are one family, which is drawn over the blocks; the bare name is the pruner's own.
         images: small matrices [rows, columns] that a person should see, such as an attention matrix dense and pruned.
         history: curves, one value for each of the solver's steps, such as its loss.
-        group: a name that linears of a block are given whose figures are one thing, such as query and key; `info`,
-            `images` and `history` are those of the first of them, and are shown once.
+        group: a common name for linears of a block whose figures belong together, such as query and key. `info`,
+            `images` and `history` of the first of them are shown, once.
     """
 
     keep: Tensor
@@ -217,8 +217,8 @@ class Pruner(Protocol):
         Args:
             block: the block; others of its linears may be pruned already where `separable`.
             patterns: what each linear has to become, by name.
-            stats: the statistics that `observe` asked for, by name, filled; not to be changed, since it may be asked
-                again with other patterns.
+            stats: the statistics that `observe` asked for, by name, filled; not to be changed, since `prune` may
+                be called again with other patterns.
 
         Returns:
             One result for each name in `patterns`.
@@ -229,14 +229,14 @@ class Pruner(Protocol):
 class PreparingPruner(Protocol):
     """A `Pruner` that computes something from a statistic once, for all sparsities: the factor of a Hessian.
 
-    The same linears may be asked for at several sparsities, and linears with the same input share one statistic.
+    `prune` may be called for the same linears at several sparsities, and linears with one input share one statistic.
     """
 
     def observe(self, block: Block, name: str) -> Statistic | None:
         """As `Pruner.observe`."""
 
     def prepare(self, block: Block, name: str, statistic: Any, /) -> Any:
-        """Compute what `prune` needs of a statistic and no pattern changes.
+        """Compute from a statistic what `prune` needs and what is the same for all patterns.
 
         Args:
             block: the block; its other linears may be pruned already.
@@ -259,8 +259,8 @@ class PreparingPruner(Protocol):
             patterns: as there.
             stats: as there.
             prepared: what `prepare` returned, by name. The host calls `prepare` when a value is first looked up. Unless
-                it will ask again it holds one value at a time, and iterating yields linears that share one
-                in turn.
+                `prune` will be called again it holds one value at a time; iteration yields linears that share a
+                value one after the other.
         """
 
 
@@ -272,25 +272,25 @@ Divergences: TypeAlias = Callable[[Sequence[Collection[str]]], list[float]]
 class DepthSearch(Protocol):
     """Chooses decoder blocks by trial, for rules with `pattern: blocks`.
 
-    The host runs the model without the blocks that the pruner asks about; with a base, with the base's in their place.
-    Where the pruner has the attribute `solves = True`, and there is no base, the last linear of the block before those
-    that go is then solved for, so that it adds what they would have added.
+    The host runs the model without the blocks that the pruner asks about, or with the base's in their place. If the
+    pruner has the attribute `solves = True`, and there is no base, the last linear of the block before the removed ones
+    is then solved for, so that it adds what they would have added.
 
     Attributes:
-        windows: how many calibration windows trials run on, the first ones.
+        windows: how many calibration sequences trials run on, from the first.
     """
 
     windows: int
 
     def choose(self, blocks: Sequence[str], count: int, divergences: Divergences) -> Sequence[str]:
-        """Return the blocks that go.
+        """Return the blocks to remove.
 
         Args:
-            blocks: the names of those that may, in the model's order.
-            count: how many have to.
-            divergences: measures trials on the calibration text. Trials of one call share what is the same in them, so
-                ask about many at a time; those that were asked about before cost nothing. Infinite for blocks that
-                cannot go together.
+            blocks: the names of those that may be removed, in the model's order.
+            count: how many to remove.
+            divergences: measures trials on the calibration text. Trials of one call share their common
+                part, so ask about many at a time; sets that were tried before cost nothing. Infinite for blocks that
+                cannot be removed together.
 
         Returns:
             `count` different names.
@@ -323,7 +323,7 @@ class PrunerSpec:
         reads_sensitivities: whether it reads `Block.sensitivities`, which are then measured before anything is pruned.
         check: raises `UnsupportedModelError` when a block (without weights) cannot be pruned this way, and
             `RecipeError` when the rule's options do not go with its patterns; called while the recipe is planned, with
-            the patterns of the linears that the rule took in that block, and with its options.
+            the patterns of the linears that the rule targets in that block, and with its options.
     """
 
     name: str
@@ -344,7 +344,7 @@ def statistic_of(plugin: str, pruner: AnyPruner, block: Block, name: str) -> Sta
     """Ask a pruner what it wants to observe of a linear.
 
     Raises:
-        PluginError: any exception of the pruner's that is not for users, or what is no statistic.
+        PluginError: `observe` raised an exception that is not for users, or returned what is no statistic.
     """
     with blamed_on(f"observe of pruner {plugin!r} failed on {name}"):
         found = pruner.observe(block, name)

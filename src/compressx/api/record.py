@@ -47,8 +47,8 @@ class ReconstructionReport:
 
     Attributes:
         before: mean over tokens of `numerics.output_error.relative_errors`, channels weighing as the dense model's
-            loss reacts to them, of the pruned block's output on the pruned stream from the dense one's on the dense
-            stream.
+            loss reacts to them, of the pruned block's output after pruned blocks from the dense one's after dense
+            blocks.
         after: the same afterwards; that of the weights that were kept.
         history: before the first pass, and after each.
         seconds: that it took.
@@ -160,10 +160,10 @@ class FinetuneReport:
         teacher: `dense`, `none`, or where another model comes from.
         trained: how many numbers were trained: weights that are kept, and gains if these were too.
         steps: optimizer steps.
-        windows: how many windows there were to train on, and tokens in each.
+        windows: how many sequences there were to train on, and tokens in each.
         losses: of every step, on its own batch, before the step: KL divergence from the teacher per token times the
             square of the temperature, or negative log-likelihood per token.
-        held_out: losses on held-out windows, from before the first step to after the last; the weights of the lowest
+        held_out: losses on held-out sequences, from before the first step to after the last; the weights of the lowest
             were kept. Empty when nothing was held out.
     """
 

@@ -57,13 +57,13 @@ MEASURED_TOKENS = 2048
 class PrunedBlock:
     """The result of pruning one block: its report, and its masks and images by linear name.
 
-    `streams` holds the inputs of the next block; pruning that block modifies them.
+    `hidden` holds the inputs of the next block; pruning that block modifies them.
     """
 
     report: BlockReport
     masks: Mapping[str, MaskEntry] = field(default_factory=dict)
     images: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
-    streams: HiddenStates = field(default_factory=lambda: HiddenStates(()))
+    hidden: HiddenStates = field(default_factory=lambda: HiddenStates(()))
 
 
 def prune_model(
@@ -93,7 +93,7 @@ def prune_model(
     """
     found = architecture_of(access.model)
     batches = [ids.to(access.device) for ids in batches] if plan.needs_calibration else []
-    streams, calls = _entering(access, found, plan, batches, finished, keep)
+    hidden, calls = _entering(access, found, plan, batches, finished, keep)
     order = [*found.blocks, OUTSIDE]
     start = 0 if finished is None else order.index(finished[0]) + 1
     last = max((i for i, fqn in enumerate(order) if plan.in_block(fqn)), default=-1)
@@ -104,14 +104,14 @@ def prune_model(
     started = time.perf_counter()
     for block, runs in each_block(access, found, calls, list(found.blocks)[start : last + 1]):
         with memory_named(f"running and pruning {block.fqn}"):
-            pruned = pruning.inside(block, runs, streams, started)
+            pruned = pruning.inside(block, runs, hidden, started)
         if pruned.report.layers:
             yield pruned
         del pruned  # free its memory before the next block
         started = time.perf_counter()
     if plan.in_block(OUTSIDE) and start < len(order):
         with access.materialise(OUTSIDE), differences(access, OUTSIDE, found.outside) as linears:
-            yield pruning.outside(found, linears, batches, streams.pruned)
+            yield pruning.outside(found, linears, batches, hidden.pruned)
 
 
 def _entering(
@@ -132,7 +132,7 @@ def _entering(
             )
         return finished[1], calls
     states, calls = capture(access, found, batches, keep)
-    return HiddenStates(states, [keep(x.clone()) for x in states] if plan.streams > 1 else ()), calls
+    return HiddenStates(states, [keep(x.clone()) for x in states] if plan.hidden_copies > 1 else ()), calls
 
 
 def resumable(model: Any, calls: Mapping[str, Sequence[BlockCall]]) -> bool:
@@ -154,7 +154,7 @@ class _Pruning:
         before: calibration sequences of the processes before this one.
         fisher: mean squared gradients of the dense model's loss.
         last: index of the last block to prune; hidden states are not needed after it.
-        dense: each block's calls on the dense stream, with what dense blocks hand one another.
+        dense: each block's calls by the dense model, with what dense blocks hand one another.
     """
 
     access: Access
@@ -167,14 +167,14 @@ class _Pruning:
     dense: Mapping[str, Sequence[BlockCall]]
 
     @torch.no_grad()
-    def inside(self, block: Block, runs: Sequence[BlockRun], streams: HiddenStates, started: float) -> PrunedBlock:
-        """Prune and reconstruct a decoder block if the plan does, and advance the streams."""
+    def inside(self, block: Block, runs: Sequence[BlockRun], hidden: HiddenStates, started: float) -> PrunedBlock:
+        """Prune and reconstruct a decoder block if the plan does, and advance the hidden states."""
         block = replace(block, sensitivities=self.fisher.linears)
-        if self.plan.streams > 1:
+        if self.plan.hidden_copies > 1:
             on_dense = [replace(run, call=call) for run, call in zip(runs, self.dense[block.fqn], strict=True)]
-            advance(block.fqn, on_dense, streams.dense)
-        observing = passes(runs, streams.pruned)
-        measured = observing[: _first(streams.pruned)] if self.plan.in_block(block.fqn) else []
+            advance(block.fqn, on_dense, hidden.dense)
+        observing = passes(runs, hidden.pruned)
+        measured = observing[: _first(hidden.pruned)] if self.plan.in_block(block.fqn) else []
         dense = [run() for run in measured]
         layers, masks, images = self.prune(block, observing)
         error, reconstruction = _output_error(measured, dense), None
@@ -182,19 +182,19 @@ class _Pruning:
         if self.plan.reconstruct_block and layers and not dropped:
             # Apart, or keys and values for later blocks would hold the graphs of the training's last steps.
             trained = [run.isolated for run in runs]
-            passages = [BlockBatch(*x) for x in zip(streams.pruned, streams.dense, trained, strict=True)]
+            passages = [BlockBatch(*x) for x in zip(hidden.pruned, hidden.dense, trained, strict=True)]
             channels = self.fisher.channels.get(block.fqn)
             with memory_named(f"training {block.fqn}"):
                 reconstruction = reconstruct(
                     self.access.model, block.fqn, masks, passages, self.plan.reconstruct_block, self.ranks, channels
                 )
         if block.index < self.last and not (dropped and in_place_of(self.access, block.fqn) is None):  # the same states
-            advance(block.fqn, runs, streams.pruned)
+            advance(block.fqn, runs, hidden.pruned)
         refuse_lost_zeros(block, masks)
         synchronize(next(block.module.parameters()).device)
         seconds = time.perf_counter() - started
         return PrunedBlock(
-            BlockReport(block.index, block.fqn, layers, seconds, error, reconstruction), masks, images, streams
+            BlockReport(block.index, block.fqn, layers, seconds, error, reconstruction), masks, images, hidden
         )
 
     @torch.no_grad()

@@ -103,7 +103,7 @@ class Prune(Stage):
         """Prune; the plan is final."""
         plan, store, total = state.plan, state.store, state.plan.pieces
         mine = state.mine
-        keep = state.keep(f"hidden-{state.ranks.rank}", sum(map(len, mine)) * plan.streams)
+        keep = state.keep(f"hidden-{state.ranks.rank}", sum(map(len, mine)) * plan.hidden_copies)
         resumed, note = None, ""
         if store.finished:
             state.report_progress("load", 2, 2)
@@ -117,10 +117,10 @@ class Prune(Stage):
                 state.blocks.append(block.report)
                 state.matrices += (drawn := figures.matrices(block.report.layers, block.images))
                 # After the last block no states are needed, and those of earlier ones are deleted.
-                streams_left = block.streams if len(state.blocks) < total else HiddenStates(())
-                store.add(state.access, block.report, drawn, block.masks, streams_left)
+                hidden = block.hidden if len(state.blocks) < total else HiddenStates(())
+                store.add(state.access, block.report, drawn, block.masks, hidden)
                 _report(state, block.report, total)
-                del block, streams_left  # frees the masks, which are on disk
+                del block, hidden  # frees the masks, which are on disk
         if state.first:
             state.report_progress("save", 0, 1)
             store.finish()

@@ -46,7 +46,7 @@ def memory_bytes(state: RunState) -> dict[str, int]:
         found = {"weights": itemsize * sum(p.numel() for p in state.skeleton.parameters())}
     if text is None or not plan.needs_calibration:
         return found
-    states = state.hidden_bytes(plan.streams * text.samples)
+    states = state.hidden_bytes(plan.hidden_copies * text.samples)
     if not state.in_files(states):
         found["hidden states"] = states
     largest = max(blocks, key=lambda fqn: sum(x.weights for x in plan.linears if x.block == fqn))
@@ -76,7 +76,7 @@ def disk_bytes(state: RunState, plan: Plan) -> dict[str, int]:
     blocks = [block for fqn, block in find_blocks(state.skeleton).items() if plan.in_block(fqn)]
     states = 0
     if recipe.calibration is not None and plan.needs_calibration:
-        once = state.hidden_bytes(plan.streams * recipe.calibration.samples)
+        once = state.hidden_bytes(plan.hidden_copies * recipe.calibration.samples)
         states = once * (3 if state.in_files(once) else 2)
     tuned = checkpoint_bytes(recipe, plan)
     label = "one checkpoint with the model" if tuned else "the model"

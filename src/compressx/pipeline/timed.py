@@ -139,7 +139,7 @@ def _pruned(state: RunState, fqns: set[str]) -> dict[str, float]:
     plan = replace(state.plan, linears=tuple(x for x in state.plan.linears if x.block in fqns))
     found: dict[str, float] = {}
     for turn in range(2 if state.device.type == "cuda" else 1):  # a GPU loads its kernels in the first
-        keep = state.keep(f"hidden-{turn}", sum(map(len, state.batches)) * plan.streams)
+        keep = state.keep(f"hidden-{turn}", sum(map(len, state.batches)) * plan.hidden_copies)
         state.report_progress("prune", 0, len(fqns))
         for block in prune_model(state.pruned_against, plan, state.batches, None, keep, fisher=state.sensitivities):
             found[block.report.fqn] = block.report.seconds

@@ -204,7 +204,7 @@ class Plan:
         return len({x.block for x in self.linears})
 
     @property
-    def streams(self) -> int:
+    def hidden_copies(self) -> int:
         """How many hidden states of each token are held between blocks: pruned ones, and dense ones to train with."""
         return 1 if self.reconstruct_block is None else 2
 
@@ -216,7 +216,7 @@ class Plan:
     @property
     def reads_gradients(self) -> bool:
         """Whether gradients of the dense model's loss are measured, for pruners or for the training of blocks."""
-        return bool(self.sensitive) or self.streams > 1
+        return bool(self.sensitive) or self.hidden_copies > 1
 
     def allocated(self, patterns: Mapping[str, RulePattern]) -> Plan:
         """Return the final plan: every linear with the pattern that an allocation gave it, by name.

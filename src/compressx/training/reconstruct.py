@@ -1,7 +1,7 @@
 """Block reconstruction: train a pruned block's remaining weights to reproduce the dense block's output.
 
-The input is the output of the pruned blocks before it (the pruned stream). The target is the dense block's output on
-dense inputs (the dense stream), so the block also corrects the errors of earlier ones. Dropped weights stay zero, and
+The input is the output of the pruned blocks before it. The target is the dense block's output on inputs from dense
+blocks, so the block also corrects the errors of earlier ones. Dropped weights stay zero, and
 weights are trained in float32. The weights with the lowest error on held-out calibration text are kept, which may be
 the ones from before training.
 """
@@ -39,7 +39,7 @@ class BlockBatch:
 
     Attributes:
         enters: input, the output of the pruned blocks before [batch, tokens, width].
-        target: output of the dense block on the dense stream [batch, tokens, width].
+        target: output of the dense block after dense blocks [batch, tokens, width].
         run: computes the output of the block in its current state from its input, whatever the dtype of its weights.
     """
 

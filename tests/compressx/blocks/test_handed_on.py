@@ -90,7 +90,7 @@ def test_the_targets_of_training_are_dense_where_keys_and_values_are_used_again(
     model, dense = gemma4(), gemma4()
     *_, last = pruned(model, reconstruct_block=ReconstructBlock(passes=1))
     blocks = architecture_of(dense).blocks
-    for ids, state in zip(BATCHES, last.streams.dense, strict=True):
+    for ids, state in zip(BATCHES, last.hidden.dense, strict=True):
         logits = run_around(dense, blocks, ids, state).logits
         torch.testing.assert_close(logits, dense(ids, use_cache=False).logits)
 
@@ -104,7 +104,7 @@ def test_training_a_block_leaves_no_graph_in_what_later_ones_are_handed():
 @torch.no_grad()
 def test_the_pruned_stream_is_that_of_the_pruned_model():
     model = gemma4()
-    entering_last = pruned(model)[-1].streams.pruned  # nothing goes on from the last block
+    entering_last = pruned(model)[-1].hidden.pruned  # nothing goes on from the last block
     seen: list[torch.Tensor] = []
     blocks = architecture_of(model).blocks
     hook = [*blocks.values()][-1].register_forward_pre_hook(lambda _, args: seen.append(args[0]))
@@ -143,8 +143,8 @@ def test_an_interrupted_run_goes_on_where_every_block_has_keys_and_values_of_its
     model = gemma4(shared=0)
     before = prune_model(InMemory(model), plan(model), BATCHES)
     first = next(before)
-    finished = (first.report.fqn, first.streams)
+    finished = (first.report.fqn, first.hidden)
     rest = list(prune_model(InMemory(model), plan(model), BATCHES, finished))
     assert [block.report.fqn for block in rest] == [block.report.fqn for block in whole[1:]]
-    for ours, theirs in zip(rest[-1].streams.pruned, whole[-1].streams.pruned, strict=True):
+    for ours, theirs in zip(rest[-1].hidden.pruned, whole[-1].hidden.pruned, strict=True):
         assert torch.equal(ours, theirs)

@@ -239,7 +239,7 @@ def test_pruning_goes_on_after_the_last_finished_block():
     stopped = prune_model(InMemory(parted), plan, batches())
     first = next(stopped)
     stopped.close()
-    reached = (first.report.fqn, first.streams)
+    reached = (first.report.fqn, first.hidden)
     rest = prune_model(InMemory(parted), plan, batches(), reached)
     assert [first.report.fqn, *(block.report.fqn for block in rest)] == expected
     assert all(torch.equal(now, parted.state_dict()[name]) for name, now in whole.state_dict().items())

@@ -73,10 +73,10 @@ def recorded(
         kept, access = Journal(folder, {}, ranks), Weights(clock, block)
         with kept.recording(access):  # type: ignore[arg-type]
             for i in range(blocks):
-                streams = HiddenStates([torch.zeros(1, 2, 3)] if i + 1 < blocks else ())
+                hidden = HiddenStates([torch.zeros(1, 2, 3)] if i + 1 < blocks else ())
                 if not ranks.first:
                     clock.now += block  # only the first process writes weights
-                kept.add(access, BlockReport(i, f"block.{i}", (), 0.0), (), {}, streams)  # type: ignore[arg-type]
+                kept.add(access, BlockReport(i, f"block.{i}", (), 0.0), (), {}, hidden)  # type: ignore[arg-type]
     return seen, clock.now
 
 

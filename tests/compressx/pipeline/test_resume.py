@@ -42,7 +42,7 @@ def quick(model: Path) -> dict[str, Any]:
 
 
 RESUMED: dict[str, tuple[str, int, tuple[dict[str, Any], ...], dict[str, Any]]] = {
-    "both streams and sensitivities": ("llama", 1, (SENSITIVE,), {"reconstruct_block": {"passes": 1}}),
+    "dense states and sensitivities": ("llama", 1, (SENSITIVE,), {"reconstruct_block": {"passes": 1}}),
     "streamed": ("llama", 1, (SENSITIVE,), {"reconstruct_block": {"passes": 1}, "model": {"streaming": True}}),
     "attnprune": ("llama", 2, tuple({k: v for k, v in rule.items() if k != "sparsity"} for rule in RULES),
                   {"allocation": {"method": "attention-aware", "target": 0.5}}),

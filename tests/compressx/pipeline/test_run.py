@@ -591,7 +591,7 @@ def test_block_reconstruction_goes_by_the_losss_reaction_whatever_prunes(model, 
 
 @pytest.mark.parametrize(
     ("allocates", "limits", "windows"),
-    [(False, ("131KB", "132KB"), 2 * 8),  # both streams of block reconstruction
+    [(False, ("131KB", "132KB"), 2 * 8),  # both hidden states of block reconstruction
      pytest.param(True, ("180KB", "181KB"), 2 * 8 + 3 * 2, marks=pytest.mark.slow)],  # of 3 blocks, at two windows
 )  # fmt: skip
 def test_what_training_and_allocation_measure_with_counts_against_the_memory_limit_and_goes_before_pruning(

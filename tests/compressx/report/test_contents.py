@@ -151,7 +151,7 @@ def test_the_section_run_says_when_where_how_and_on_how_much_text() -> None:
 
 def test_a_sentence_says_how_the_kept_weights_were_trained_and_a_table_what_that_changed() -> None:
     text = shown(report(finetune=FinetuneReport("dense", 2_500_000, 2, (8, 512), (0.75, 0.5))))
-    assert "\n## Fine-tuning\n\n2 steps on 8 windows of 512 tokens, 2.5 M numbers trained: " in text
+    assert "\n## Fine-tuning\n\n2 steps on 8 sequences of 512 tokens, 2.5 M numbers trained: " in text
     assert "divergence from the dense model 0.75 at the first, 0.5 at the last.\n" in text
     held_out = (HeldOutLoss(0, 0.75, 0.0), HeldOutLoss(4, 0.5, 60.0), HeldOutLoss(8, 0.625, 120.0))
     made = report(finetune=FinetuneReport("none", 1, 8, (8, 512), (0.7, 0.4), held_out))
