@@ -33,7 +33,7 @@ from compressx import Block, Linear, Unstructured
 from compressx.blocks.fisher import FisherDiagonal, divergences, fisher_diagonal, gradients
 from compressx.blocks.observe import linears_watched
 from compressx.blocks.select import decide, gather, write
-from compressx.data.windows import calibration_windows, token_ids
+from compressx.data.windows import calibration_sequences, token_ids
 from compressx.evaluation.token_perplexity import token_perplexity
 from compressx.models.access import InMemory
 from compressx.models.architecture import architecture_of
@@ -149,7 +149,7 @@ def study(arguments: argparse.Namespace, done: set[tuple[str, str, str]]) -> Ite
     model, tokenizer = load(arguments.model)
     found, access = architecture_of(model), InMemory(model)
     ids = token_ids([arguments.text.read_text(encoding="utf-8")], tokenizer)
-    drawn = calibration_windows(ids, arguments.samples + arguments.windows, arguments.length, arguments.seed)
+    drawn = calibration_sequences(ids, arguments.samples + arguments.windows, arguments.length, arguments.seed)
     seen, others = drawn[: arguments.samples], drawn[arguments.samples :]
     held_out, evaluation = others[: arguments.held_out], others[arguments.held_out :]
     base = token_perplexity(access, evaluation)

@@ -131,7 +131,7 @@ def _input_of(name: str) -> str:
 def compare(arguments: argparse.Namespace) -> None:
     """Run both tools alternately and print medians and ratios."""
     from compressx.data.documents import documents
-    from compressx.data.windows import calibration_windows, token_ids
+    from compressx.data.windows import calibration_sequences, token_ids
     from compressx.models.checkpoint import Checkpoint
     from compressx.models.loading import load_tokenizer
     from compressx.recipe.sources import DatasetSource
@@ -150,7 +150,7 @@ def compare(arguments: argparse.Namespace) -> None:
     print("|---|---|---:|---:|---:|---:|---:|---:|")
     with tempfile.TemporaryDirectory() as folder:
         windows = Path(folder) / "windows.json"
-        drawn = calibration_windows(ids, arguments.samples, arguments.length, 0)
+        drawn = calibration_sequences(ids, arguments.samples, arguments.length, 0)
         windows.write_text(json.dumps(drawn.tolist()), encoding="utf-8")
         for method in arguments.methods:
             task = {"model": arguments.model, "method": method, "dtype": arguments.dtype, "calibration": calibration,

@@ -71,7 +71,7 @@ def measure(
         sparsities: to measure; for N:M and units the nearest possible.
         sensitivities: that pruners read, by linear, as in `Block`.
         keep: where hidden states before and after a block are kept, and the gradients of `held_out` for all blocks.
-        progress: called before the first block with the number of windows of `held_out` done, and of all.
+        progress: called before the first block with the number of sequences of `held_out` done, and of all.
 
     Yields:
         For each block with units, one value for each unit.

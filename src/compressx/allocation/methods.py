@@ -107,7 +107,7 @@ def _curves(
     before = len({u.block for u in units if u.block} - {u.block for u in left})
     blocks = measure(
         access, left, seen, held_out, settings.sparsities, sensitivities, keep,
-        progress=lambda done, windows: tell(before, f"gradients at {done} of {windows} windows"),
+        progress=lambda done, sequences: tell(before, f"gradients at {done} of {sequences} sequences"),
     )  # fmt: skip
     for done, block in enumerate(blocks, start=before + 1):
         found |= {m.unit.linears[0].name: [[*m.sparsities], [*m.divergences]] for m in block}
@@ -141,10 +141,10 @@ def _outliers(
     record: Callable[[Mapping[str, float]], None],
 ) -> Mapping[str, float]:  # fmt: skip
     """Measure the outlier ratio of each block."""
-    windows = torch.cat(tuple(batches))[: settings.samples]
+    sequences = torch.cat(tuple(batches))[: settings.samples]
     ratios = dict(earlier)
     left = [u for u in units if u.block not in ratios]
-    for unit, ratio in measure_outliers(access, left, torch.split(windows, len(batches[0])), OUTLIER_THRESHOLD, keep):
+    for unit, ratio in measure_outliers(access, left, torch.split(sequences, len(batches[0])), OUTLIER_THRESHOLD, keep):
         ratios[unit.block] = ratio
         record(ratios)
         tell(len(ratios))
@@ -182,23 +182,23 @@ def outlier_weighed(ratios: Sequence[float], weights: Sequence[int], target: flo
     return [target - spread * (r - mean) / farthest for r in ratios]
 
 
-def stored_windows(plan: Plan, settings: Allocation, windows: int) -> int:
-    """Return how many windows of hidden states or gradients an allocation keeps, for this many calibration windows."""
-    states = 2 * min(settings.samples, windows)  # before and after a block
+def stored_sequences(plan: Plan, settings: Allocation, sequences: int) -> int:
+    """Return of how many sequences an allocation keeps hidden states or gradients, given the calibration sequences."""
+    states = 2 * min(settings.samples, sequences)  # before and after a block
     if isinstance(settings, OwlAllocation):
         return states
-    return states + held_out_of(settings.samples, windows) * len({x.block for x in plan.linears if x.block})
+    return states + held_out_of(settings.samples, sequences) * len({x.block for x in plan.linears if x.block})
 
 
-def held_out_of(samples: int, windows: int) -> int:
-    """Return how many calibration windows divergences are measured on: the last quarter of `samples`."""
-    return math.ceil(min(samples, windows) / 4)
+def held_out_of(samples: int, sequences: int) -> int:
+    """Return how many calibration sequences divergences are measured on: the last quarter of `samples`."""
+    return math.ceil(min(samples, sequences) / 4)
 
 
 def _parts(batches: Sequence[Tensor], samples: int) -> tuple[list[Tensor], list[Tensor]]:
-    """Split off the last quarter of `samples` windows to measure on."""
-    windows = torch.cat(tuple(batches))[:samples]
-    held_out = held_out_of(samples, len(windows))
-    seen, unseen = windows[:-held_out], windows[-held_out:]
+    """Split off the last quarter of `samples` sequences to measure on."""
+    sequences = torch.cat(tuple(batches))[:samples]
+    held_out = held_out_of(samples, len(sequences))
+    seen, unseen = sequences[:-held_out], sequences[-held_out:]
     size = len(batches[0])
     return list(torch.split(seen, size)), list(torch.split(unseen, size))

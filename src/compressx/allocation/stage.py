@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from compressx.allocation.methods import Curves, allocate, stored_windows
+from compressx.allocation.methods import Curves, allocate, stored_sequences
 from compressx.allocation.units import check_allocation, units_of
 from compressx.api.names import in_short, kind_of
 from compressx.api.patterns import Structured, Unstructured
@@ -31,7 +31,7 @@ class Allocate(Stage):
     everywhere = True
 
     def check(self, state: RunState, plan: Plan | None, mistakes: Mistakes) -> None:
-        """Refuse to measure without text, and divergences on the windows that pruners see."""
+        """Refuse to measure without text, and divergences on the sequences that pruners see."""
         calibration, allocation = state.recipe.calibration, state.recipe.allocation
         if plan is not None:
             with mistakes.collected(), state.loaded.at("allocation", "target"):
@@ -45,7 +45,7 @@ class Allocate(Stage):
         if isinstance(allocation, DivergenceAllocation | AttentionAware) and calibration and calibration.samples < 2:
             mistakes.add(RecipeError(
                 f"{state.loaded.where('calibration', 'samples')}: calibration.samples is {calibration.samples}, but "
-                f"{allocation.method} at {state.loaded.where('allocation')} measures on windows that pruners do not "
+                f"{allocation.method} at {state.loaded.where('allocation')} measures on sequences that pruners do not "
                 "see; expected at least 2"
             ))  # fmt: skip
 
@@ -167,7 +167,7 @@ def _measured(state: RunState, settings: Allocation) -> None:
 def _allocated(state: RunState, settings: Allocation) -> Allocated:
     """Measure on the text of all processes, and choose."""
     batches, store = state.batches, state.store
-    keep = state.keep("allocation", stored_windows(state.plan, settings, sum(map(len, batches))))
+    keep = state.keep("allocation", stored_sequences(state.plan, settings, sum(map(len, batches))))
     try:
         final, report = allocate(
             state.pruned_against, state.plan, settings, batches, state.sensitivities.linears,

@@ -204,13 +204,13 @@ class SequenceSample:
     before: int = field(default=0, init=False, repr=False, compare=False)
 
     def after(self, windows: int) -> None:
-        """Leave out of the limit what other processes see: so many windows, which come before this process's."""
+        """Leave out of the limit what other processes see: so many sequences, which come before this process's."""
         self.before = windows
 
     def update(self, x: Tensor) -> None:
         """Keep a batch [batch, tokens, in_features], up to the limit."""
         have = sum(len(b) for b in self.batches)
-        have += self.before if x.dim() > 2 else 0  # where the model flattens windows, what is limited are tokens
+        have += self.before if x.dim() > 2 else 0  # where the model flattens sequences, what is limited are tokens
         room = len(x) if self.limit is None else max(0, min(len(x), self.limit - have))
         if room or not self.batches:  # of nothing at least its width, for the other processes
             self.batches.append(x[:room].detach().clone())

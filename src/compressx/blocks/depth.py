@@ -168,24 +168,24 @@ class Trials:
         sums = torch.zeros(len(trials) + 1, dtype=torch.float64, device=self._access.device)
         with self._access.materialise(OUTSIDE):
             for i, batch in enumerate(ids):
-                for j, window in enumerate(torch.split(batch, 1)):  # one at a time: its logits are large
-                    dense = self._logits(window, after[frozenset()][i][j : j + 1]).log_softmax(dim=-1)
+                for j, sequence in enumerate(torch.split(batch, 1)):  # one at a time: its logits are large
+                    dense = self._logits(sequence, after[frozenset()][i][j : j + 1]).log_softmax(dim=-1)
                     finite(dense, "the dense model's predictions")
                     expected = dense.exp()
                     entropy = torch.linalg.vecdot(expected, dense)  # [tokens], negative
                     for number, trial in enumerate(trials):
-                        logits = self._logits(window, after[trial][i][j : j + 1])
+                        logits = self._logits(sequence, after[trial][i][j : j + 1])
                         # log q = logits - their logsumexp, so no second matrix of log-probabilities is made.
                         each = entropy - torch.linalg.vecdot(expected, logits) + logits.logsumexp(dim=-1)
                         sums[number] += each.double().sum()
                 sums[-1] += batch.numel()
         return sums
 
-    def _logits(self, window: Tensor, state: Tensor) -> Tensor:
-        """Return the predictions of one window [1, tokens], at least float32 [tokens, vocabulary]."""
+    def _logits(self, sequence: Tensor, state: Tensor) -> Tensor:
+        """Return the predictions of one sequence [1, tokens], at least float32 [tokens, vocabulary]."""
         access = self._access
         with matmuls_in(access.matmul_dtype, access.model, access.device):
-            logits: Tensor = run_around(access.model, self._found.blocks, window, state).logits[0]
+            logits: Tensor = run_around(access.model, self._found.blocks, sequence, state).logits[0]
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 

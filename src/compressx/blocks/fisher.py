@@ -34,11 +34,11 @@ from compressx.runtime.finite import all_finite, finite, refuse_damage
 from compressx.runtime.ranks import ALONE, Ranks
 from compressx.runtime.transfer import to_device, written_behind
 
-ROW_WINDOWS = 32
+ROW_SEQUENCES = 32
 """Windows for linears' outputs: enough for a mean over thousands of tokens."""
 
-CHANNEL_WINDOWS = 8
-"""Windows for channels when no sensitivities of linears are measured; 24 other windows differ by 3%."""
+CHANNEL_SEQUENCES = 8
+"""Sequences for channels when no sensitivities of linears are measured; 24 other sequences differ by 3%."""
 
 _STATES_SHARE = 0.25
 """Fraction of the free memory that the hidden states between all blocks of a streamed model may take."""
@@ -72,10 +72,10 @@ def fisher_diagonal(
         access: the model, with dense weights.
         found: its blocks and linears.
         names: linears to measure, all inside the blocks.
-        batches: token ids, each [batch, tokens]. Reads the first `ROW_WINDOWS` windows, and more until every linear has
-            received a token; without names, `CHANNEL_WINDOWS`.
+        batches: token ids, each [batch, tokens]. Reads the first `ROW_SEQUENCES` ones, and more until every linear has
+            received a token; without names, `CHANNEL_SEQUENCES`.
         ranks: the processes.
-        progress: called with the windows done and the minimum total.
+        progress: called with the sequences done and the minimum total.
 
     Raises:
         ArtifactError: a weight that is not finite.
@@ -92,9 +92,9 @@ def fisher_diagonal(
     width = text_config(access.model).hidden_size
     shares = {fqn: torch.zeros(width, dtype=torch.float64, device=device) for fqn in found.blocks}
     generator = torch.Generator(device).manual_seed(0)  # on the device: numbers from the host would be waited for
-    enough = max(1, (ROW_WINDOWS if wanted else CHANNEL_WINDOWS) // ranks.size)
+    enough = max(1, (ROW_SEQUENCES if wanted else CHANNEL_SEQUENCES) // ranks.size)
     enough, seen = min(enough, sum(map(len, batches))), 0
-    first, further = _first_windows(batches, enough)
+    first, further = _first_sequences(batches, enough)
     for group in chain(groups(access, found, first), ([batch] for batch in further)):
         if seen >= enough and all(squares.reached for squares in at.values()):
             break
@@ -119,7 +119,7 @@ def gradients(
         wanted: names of the blocks.
         batches: token ids, each [batch, tokens].
         keep: where to keep the gradients; each block's take as much space as the hidden states of all batches.
-        progress: called with the windows done and their total.
+        progress: called with the sequences done and their total.
 
     Returns:
         By block, for each batch [batch, tokens, width] in the model's dtype on the CPU.
@@ -192,12 +192,12 @@ def drawn_labels(logits: Tensor, generator: torch.Generator) -> Tensor:
     return torch.cat(labels)
 
 
-def _first_windows(batches: Sequence[Tensor], first: int) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the first windows in batches of the same size, and each of the others as a batch of one."""
-    windows = torch.cat(list(batches)) if batches else torch.empty(0)
-    if len(windows) <= first:
+def _first_sequences(batches: Sequence[Tensor], first: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the first sequences in batches of the same size, and each of the others as a batch of one."""
+    sequences = torch.cat(list(batches)) if batches else torch.empty(0)
+    if len(sequences) <= first:
         return list(batches), []
-    return list(torch.split(windows[:first], len(batches[0]))), list(torch.split(windows[first:], 1))
+    return list(torch.split(sequences[:first], len(batches[0]))), list(torch.split(sequences[first:], 1))
 
 
 def groups(access: Access, found: Architecture, batches: Sequence[Tensor]) -> Iterator[list[Tensor]]:
@@ -248,7 +248,7 @@ def _backwards(
         states.append(left)
     with access.materialise(OUTSIDE):
         leaving = zip(ids, states.pop(), strict=True)
-        at_outputs = [_of_likelihood(access, found.blocks, windows, state, generator) for windows, state in leaving]
+        at_outputs = [_of_likelihood(access, found.blocks, sequences, state, generator) for sequences, state in leaving]
     yield order[-1], _checked(at_outputs, order[-1])
     of_batches = [BlockwiseBackward(call) for call in calls[order[-1]]]
     for block, runs in each_block(access, found, calls, reversed(order)):
@@ -273,13 +273,13 @@ def _of_likelihood(
     access: Access, blocks: Mapping[str, nn.Module], ids: Tensor, state: Tensor, generator: torch.Generator
 ) -> Tensor:
     """Return the gradient of the loss with respect to the last block's output [batch, tokens, width]."""
-    of_windows, model = [], access.model
-    # One window at a time: its logits are large.
-    for window, hidden in zip(torch.split(ids, 1), torch.split(state, 1), strict=True):
+    of_sequences, model = [], access.model
+    # One sequence at a time: its logits are large.
+    for sequence, hidden in zip(torch.split(ids, 1), torch.split(state, 1), strict=True):
         x = hidden.detach().requires_grad_(True)
         with torch.enable_grad():
             with matmuls_in(access.matmul_dtype, model, access.device):
-                logits = run_around(model, blocks, window, x).logits[0]
+                logits = run_around(model, blocks, sequence, x).logits[0]
             logits = logits.float()
             if not all_finite(logits.detach()):
                 refuse_damage(model, "")
@@ -289,8 +289,8 @@ def _of_likelihood(
                 )
             labels = drawn_labels(logits.detach(), generator)
             loss = functional.cross_entropy(logits, labels, reduction="sum")
-        of_windows.append(torch.autograd.grad(loss, x)[0])
-    return torch.cat(of_windows)
+        of_sequences.append(torch.autograd.grad(loss, x)[0])
+    return torch.cat(of_sequences)
 
 
 class SquaredGradients:

@@ -91,7 +91,7 @@ class Prune(Stage):
     everywhere = True
 
     def check(self, state: RunState, plan: Plan | None, mistakes: Mistakes) -> None:
-        """Refuse fewer calibration windows than processes, if the plan calibrates."""
+        """Refuse fewer calibration sequences than processes, if the plan calibrates."""
         calibration = state.recipe.calibration
         if plan is None or not plan.needs_calibration or calibration is None:
             return

@@ -1,1 +1,1 @@
-"""Calibration, training and evaluation text: documents, and windows of their tokens."""
+"""Calibration, training and evaluation text: documents, and sequences of their tokens."""

@@ -45,7 +45,7 @@ def _encoded(text: str, tokenizer: Any, *, special: bool) -> Tensor:
         tokenizer("")  # takes the file's truncation and padding out of the backend, as every call does
         (fast,) = tokenizer.backend_tokenizer.encode_batch_fast([text], add_special_tokens=special)
         return torch.tensor(fast.ids, dtype=torch.int64)
-    # verbose=False: no warning that the text is longer than the model; it is cut into windows afterwards
+    # verbose=False: no warning that the text is longer than the model; it is cut into sequences afterwards
     encoded = tokenizer(text, verbose=False, return_attention_mask=False, add_special_tokens=special)
     return torch.tensor(encoded["input_ids"], dtype=torch.int64)
 
@@ -77,7 +77,7 @@ def beginning(tokenizer: Any, bos: Bos, model: Any | None = None) -> int | None:
 
 
 def read_calibration(draw: Draw, tokenizer: Any, generated: Generated | None = None, model: Any = None) -> Tensor:
-    """Read the calibration split of each source and draw its share of windows.
+    """Read the calibration split of each source and draw its share of sequences.
 
     Windows of several sources are shuffled together, so that every batch and whatever is held out has some of each.
     `generated` returns the model's own text, and `bos: auto` asks for the model.
@@ -104,13 +104,13 @@ def _drawn(
             raise ValueError("no model to generate text with")
         sequences = generated(source.generate, draw.sequence_length)
         return sequences[_order(len(sequences), draw.seed)[:samples]]
-    return windows_of(documents(source, "calibration"), samples, draw, tokenizer, model)
+    return sequences_of(documents(source, "calibration"), samples, draw, tokenizer, model)
 
 
-def windows_of(documents: Sequence[Document], samples: int, draw: Draw, tokenizer: Any, model: Any = None) -> Tensor:
-    """Draw windows of documents as `draw` says, int64 [samples, sequence_length]; its own sources are not read."""
+def sequences_of(documents: Sequence[Document], samples: int, draw: Draw, tokenizer: Any, model: Any = None) -> Tensor:
+    """Draw sequences of documents as `draw` says, int64 [samples, sequence_length]; its own sources are not read."""
     length, seed, bos = draw.sequence_length, draw.seed, beginning(tokenizer, draw.bos, model)
-    return calibration_windows(token_ids(documents, tokenizer), samples, length, seed, bos=bos)
+    return calibration_sequences(token_ids(documents, tokenizer), samples, length, seed, bos=bos)
 
 
 def _order(count: int, seed: int) -> Tensor:
@@ -118,10 +118,10 @@ def _order(count: int, seed: int) -> Tensor:
     return torch.randperm(count, generator=torch.Generator().manual_seed(seed))
 
 
-def calibration_windows(
+def calibration_sequences(
     ids: Tensor, samples: int, sequence_length: int, seed: int, *, bos: int | None = None
 ) -> Tensor:
-    """Draw non-overlapping windows of text int64 [tokens] without replacement, int64 [samples, sequence_length].
+    """Draw non-overlapping sequences of text int64 [tokens] without replacement, int64 [samples, sequence_length].
 
     With `bos`, from `beginning`, each window begins with that token, which counts in its length.
     """
@@ -159,8 +159,8 @@ def _windows(ids: Tensor, needed: int, length: int, bos: int | None, purpose: st
     count = ids.numel() // own
     if count < needed:
         raise CalibrationError(
-            f"{purpose} needs {needed} windows of {length} tokens; the text has {ids.numel()} tokens, which is {count} "
-            "windows; lower samples or sequence_length, or provide more text"
+            f"{purpose} needs {needed} sequences of {length} tokens; the text has {ids.numel()} tokens, which is "
+            f"{count} sequences; lower samples or sequence_length, or provide more text"
         )
     windows = ids[: count * own].view(count, own)
     return windows if bos is None else torch.cat([windows.new_full((count, 1), bos), windows], dim=1)

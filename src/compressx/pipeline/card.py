@@ -71,7 +71,7 @@ def _sections(loaded: LoadedRecipe, plan: Plan, report: RunReport, tokenizer: An
         yield replace(measured, note="On the texts of the recipe's `evaluate` section, below.")
     if (text := loaded.recipe.calibration) is not None and plan.needs_calibration:
         sources = text.model_dump(mode="json", by_alias=True, exclude_none=True, include={"dataset", "datasets"})
-        told_of = f"{text.samples} windows of {text.sequence_length} tokens, drawn with seed {text.seed} from"
+        told_of = f"{text.samples} sequences of {text.sequence_length} tokens, drawn with seed {text.seed} from"
         yield Section("Calibration", f"{told_of} `{flow(*sources.values())}`.")
     use, told = _USE, f"Written with transformers {report.versions['transformers']}. "
     told += "Where version 4 wrote the dense model's config, it reads this one, too; otherwise take version 5."

@@ -39,7 +39,7 @@ class Inputs(Stage):
     everywhere = True
 
     def check(self, state: RunState, plan: Plan | None, mistakes: Mistakes) -> None:
-        """Refuse datasets that cannot be read, and windows that cannot be drawn."""
+        """Refuse datasets that cannot be read, and sequences that cannot be drawn."""
         loaded = state.loaded
         for place, dataset in state.recipe.datasets().items():
             with mistakes.collected(), loaded.at(*place):
@@ -47,7 +47,7 @@ class Inputs(Stage):
                     require_template(state.tokenizer)
                 if dataset.generate is not None and state.tokenizer is not None:
                     first_token(state.tokenizer, state.skeleton)
-        mistakes.add(*_window_mistakes(loaded))
+        mistakes.add(*_draw_mistakes(loaded))
         if state.recipe.model.streaming is True:
             with mistakes.collected():
                 _refuse_streamed(loaded)
@@ -91,7 +91,7 @@ def read_all(state: RunState, generated: Generated, *, evaluated: bool = True) -
     """Read every text of a recipe into the state, and check that there is enough and that the model knows its tokens.
 
     Args:
-        state: calibration windows that are there already are taken as they are.
+        state: calibration sequences that are there already are taken as they are.
         generated: as for `read_calibration`.
         evaluated: whether to read evaluation text.
 
@@ -176,7 +176,7 @@ def choose_arithmetic(state: RunState) -> None:
 
 def _inputs(state: RunState) -> dict[str, Any]:
     """Return everything that determines the pruned blocks, by names that appear in error messages."""
-    plan, access, windows = state.plan, state.access, state.calibration
+    plan, access, sequences = state.plan, state.access, state.calibration
     used = {spec.name for rule in plan.rules for spec in (rule.pruner, rule.reconstructor) if spec is not None}
     recipe = state.recipe.model_dump(mode="json", exclude_none=True)
     plugins = [p for p in state.plugins.records if p.status == "loaded" and used & {*p.offers["pruners"]}]
@@ -190,8 +190,8 @@ def _inputs(state: RunState) -> dict[str, Any]:
         "arithmetic": state.arithmetic and dataclasses.asdict(state.arithmetic),
         "allocation": recipe.get("allocation"),
         "reconstruct_block": recipe.get("reconstruct_block"),
-        "calibration tokens": None if windows is None else fingerprint(windows),
-        "calibration batch_size": None if windows is None else recipe["calibration"]["batch_size"],
+        "calibration tokens": None if sequences is None else fingerprint(sequences),
+        "calibration batch_size": None if sequences is None else recipe["calibration"]["batch_size"],
         "plugins": {p.name: f"{p.version or 'no version'}, code {p.code()}" for p in plugins},
         "versions": code_versions(),
         "device": access.device.type,
@@ -200,19 +200,19 @@ def _inputs(state: RunState) -> dict[str, Any]:
     }
 
 
-def _window_mistakes(loaded: LoadedRecipe) -> Iterator[RecipeError]:
-    """Yield an error for each dataset without a window, and for fewer generated sequences than are drawn from them."""
+def _draw_mistakes(loaded: LoadedRecipe) -> Iterator[RecipeError]:
+    """Yield an error for each dataset without a sequence, and for fewer generated ones than are drawn from them."""
     for name, draw in loaded.recipe.draws().items():
         places = [place for place in loaded.recipe.datasets() if place[0] == name]
         for place, (source, weight), share in zip(places, draw.sources, draw.shares(), strict=True):
             if share == 0:
                 yield RecipeError(
-                    f"{loaded.where(*place)}: weight {weight:g} gives this dataset none of the {draw.samples} windows; "
+                    f"{loaded.where(*place)}: weight {weight:g} gives this dataset 0 of {draw.samples} sequences; "
                     f"raise its weight or {name}.samples, or remove it"
                 )
             if source.generate is not None and source.generate.samples < share:
                 yield RecipeError(
-                    f"{loaded.where(*place, 'generate')}: {share} windows are drawn from {source.generate.samples} "
+                    f"{loaded.where(*place, 'generate')}: {share} sequences are drawn from {source.generate.samples} "
                     f"generated sequences; expected generate.samples of {share} or more"
                 )
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from compressx.api.record import RunReport
 from compressx.data.documents import Document, checked_documents
-from compressx.data.windows import windows_of
+from compressx.data.windows import sequences_of
 from compressx.evaluation.evaluators import with_evaluators
 from compressx.masks.adapters import has_adapters
 from compressx.masks.maskset import MaskSet
@@ -83,7 +83,7 @@ def prune(
         model: a transformers causal language model, all on one device.
         tokenizer: its tokenizer; None if no text has to be read.
         recipe: a path or a mapping, without `model`, `output` and `track`.
-        calibration: text in place of `calibration.dataset`: documents, or token ids, int64 [windows, tokens], which are
+        calibration: text in place of `calibration.dataset`: documents, or token ids, int64 [samples, tokens], which are
             used as they are. The other keys of `calibration` are optional then.
         copy: prune a copy, and leave the model as it is.
         plugins: what `load_plugins` returned; discovered when absent. `compressx_run_finished` is not called.
@@ -156,18 +156,18 @@ def _decided(calibration: Tensor | Sequence[Document] | None) -> Mapping[str, An
     if not isinstance(calibration, Tensor):
         if calibration and all(isinstance(x, list) and isinstance(next(iter(x), None), int) for x in calibration):
             raise CalibrationError(
-                "calibration is a list of lists of numbers; token ids are expected as a tensor, int64 [windows, tokens]"
+                "calibration is a list of lists of numbers; token ids are expected as a tensor, int64 [samples, tokens]"
             )
         return {"dataset": "given/text"}
     if calibration.dim() != 2 or calibration.is_floating_point() or calibration.dtype == torch.bool:
         raise CalibrationError(
-            f"calibration is {calibration.dtype} {[*calibration.shape]}, expected token ids, int64 [windows, tokens], "
+            f"calibration is {calibration.dtype} {[*calibration.shape]}, expected token ids, int64 [samples, tokens], "
             "or a list of documents"
         )
-    windows, length = calibration.shape
+    sequences, length = calibration.shape
     return {
         "dataset": "given/text",
-        "samples": windows,
+        "samples": sequences,
         "sequence_length": length,
         "seed": 0,
         "bos": False,
@@ -178,11 +178,11 @@ def _take_text(state: RunState, calibration: Tensor | Sequence[Document] | None)
     """Take the caller's text in place of the calibration dataset."""
     settings = state.recipe.calibration
     if isinstance(calibration, Tensor):
-        check_ids(state.skeleton, windows := calibration.long().cpu(), None, "calibration")
-        state.calibration = windows
+        check_ids(state.skeleton, sequences := calibration.long().cpu(), None, "calibration")
+        state.calibration = sequences
     elif calibration is not None and settings is not None:
         documents = checked_documents(calibration, "calibration")
-        state.calibration = windows_of(documents, settings.samples, settings.draw, state.tokenizer, state.skeleton)
+        state.calibration = sequences_of(documents, settings.samples, settings.draw, state.tokenizer, state.skeleton)
 
 
 def _check_model(model: Any) -> None:

@@ -15,7 +15,7 @@ _WIDTH = 8
 class Options(BaseModel):
     """The options of `depth`."""
 
-    windows: StrictInt = Field(8, ge=1, description="calibration windows that trials run on, the first ones")
+    windows: StrictInt = Field(8, ge=1, description="calibration sequences that trials run on, the first ones")
     solve: StrictBool = Field(
         True,
         description="solve for the last linear before each gap again, so that it adds what the dropped blocks added",

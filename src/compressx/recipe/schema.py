@@ -141,7 +141,7 @@ class Recipe(Strict):
         return self.allocation is not None and any(isinstance(rule.pattern, str) for rule in self.prune)
 
     def draws(self) -> dict[str, Draw]:
-        """Return the draws of windows by their section."""
+        """Return the draws of sequences by their section."""
         sections = {"calibration": self.calibration, "finetune": self.finetune}
         return {name: x.draw for name, x in sections.items() if x is not None and x.draw is not None}
 

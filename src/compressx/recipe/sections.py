@@ -26,12 +26,12 @@ SizeField = Annotated[ByteSize, Field(ge=1000), WithJsonSchema({"type": ["string
 class Calibration(TextSources):
     """The text whose activations guide pruning."""
 
-    samples: StrictInt = Field(128, ge=1, description="windows drawn")
-    sequence_length: StrictInt = Field(2048, ge=2, description="tokens in a window")
-    bos: Bos = Field("auto", description="begin each window with the tokenizer's BOS token; auto: for Gemma only")
+    samples: StrictInt = Field(128, ge=1, description="sequences drawn")
+    sequence_length: StrictInt = Field(2048, ge=2, description="tokens in a sequence")
+    bos: Bos = Field("auto", description="begin each sequence with the tokenizer's BOS token; auto: for Gemma only")
     seed: StrictInt = Field(0, ge=0, lt=2**63, description="seed of the draw")
     batch_size: StrictInt = Field(
-        4, ge=1, description="windows per forward pass; with reconstruct_block it affects the result"
+        4, ge=1, description="sequences per forward pass; with reconstruct_block it affects the result"
     )
     memory_limit: SizeField | None = Field(
         None,
@@ -47,7 +47,7 @@ class Calibration(TextSources):
 
     @property
     def draw(self) -> Draw:
-        """The draw of the windows."""
+        """The draw of the sequences."""
         return Draw(self.sources, self.samples, self.sequence_length, self.seed, self.bos)
 
 
@@ -63,7 +63,7 @@ SPREAD = 0.08
 
 _TARGET = "fraction of zeros over all planned linears; 0.5 is 50%"
 _METHOD = "how sparsities are chosen"
-_WINDOWS = "the first calibration windows to measure with"
+_MEASURED_ON = "the first calibration sequences to measure with"
 
 
 class TargetBudget(Strict):
@@ -86,7 +86,7 @@ class OwlAllocation(Strict):
 
     method: Literal["owl"] = Field(description=_METHOD)
     target: StrictFloat = Field(ge=SPREAD, le=MAX_SPARSITY - SPREAD, description=_TARGET)
-    samples: StrictInt = Field(24, ge=1, description=_WINDOWS)
+    samples: StrictInt = Field(24, ge=1, description=_MEASURED_ON)
 
     measures: ClassVar[str] = "outliers"
     budget: ClassVar[Mapping[str, float]] = {}
@@ -112,7 +112,7 @@ class _Measuring(Strict):
     samples: StrictInt = Field(
         24,
         ge=2,
-        description=f"{_WINDOWS}; divergences are measured on the last quarter, which the pruners do not see",
+        description=f"{_MEASURED_ON}; divergences are measured on the last quarter, which the pruners do not see",
     )
 
     measures: ClassVar[str] = "divergences"
@@ -188,7 +188,7 @@ class ReconstructBlock(Strict):
         description="about the largest step of a weight, as a fraction of its tensor's root mean square; it rises, "
         "then falls as a cosine",
     )
-    batch_size: StrictInt = Field(4, ge=1, description="windows per step; a multiple of calibration.batch_size")
+    batch_size: StrictInt = Field(4, ge=1, description="sequences per step; a multiple of calibration.batch_size")
 
 
 Teacher = Annotated[
@@ -196,7 +196,7 @@ Teacher = Annotated[
 ]
 
 _DRAWING = ("samples", "sequence_length", "bos")
-"""Keys about the windows of `dataset` or `datasets`, by their names in `Draw`, which has their defaults."""
+"""Keys about the sequences of `dataset` or `datasets`, by their names in `Draw`, which has their defaults."""
 
 
 class Lora(Strict):
@@ -228,20 +228,20 @@ class Finetune(TextSources):
     lora: Lora | None = Field(
         None, description="train LoRA adapters instead of the weights, merged at the end", examples=[{"rank": 16}]
     )
-    samples: StrictInt | None = Field(None, ge=1, description="windows drawn from `dataset`; 128 when absent")
+    samples: StrictInt | None = Field(None, ge=1, description="sequences drawn from `dataset`; 128 when absent")
     sequence_length: StrictInt | None = Field(
-        None, ge=2, description="tokens in a window of `dataset`; 2048 when absent"
+        None, ge=2, description="tokens in a sequence of `dataset`; 2048 when absent"
     )
     bos: Bos | None = Field(
-        None, description="begin each window of `dataset` with the tokenizer's BOS token; auto when absent"
+        None, description="begin each sequence of `dataset` with the tokenizer's BOS token; auto when absent"
     )
-    batch_size: StrictInt = Field(4, ge=1, description="windows per step")
+    batch_size: StrictInt = Field(4, ge=1, description="sequences per step")
     held_out: StrictInt = Field(
         8,
         ge=0,
-        description="windows, at most an eighth of all, that are not trained on and decide which weights are kept",
+        description="sequences, at most an eighth of all, that are not trained on and decide which weights are kept",
     )
-    seed: StrictInt = Field(0, ge=0, lt=2**63, description="seed of the draw, the order of the windows and dropout")
+    seed: StrictInt = Field(0, ge=0, lt=2**63, description="seed of the draw, the order of the sequences and dropout")
     gradient_checkpointing: StrictBool = Field(
         True, description="compute each block again in the backward pass instead of keeping its activations"
     )
@@ -259,7 +259,7 @@ class Finetune(TextSources):
 
     @property
     def draw(self) -> Draw | None:
-        """The draw of the windows, or None if they are the calibration windows."""
+        """The draw of the sequences, or None if they are the calibration sequences."""
         drawing = {n: getattr(self, n) for n in _DRAWING if getattr(self, n) is not None}
         return Draw(self.sources, seed=self.seed, **drawing) if self.sources else None
 

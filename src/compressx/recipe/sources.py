@@ -89,9 +89,9 @@ class ModelSource(Strict):
 
 
 class Generate(Strict):
-    """Text that the dense model itself writes, from BOS on: independent sequences, each as long as a window."""
+    """Text that the dense model itself writes, from BOS on: independent sequences of `sequence_length`."""
 
-    samples: StrictInt = Field(128, ge=1, description="sequences to generate, from which windows are drawn")
+    samples: StrictInt = Field(128, ge=1, description="sequences to generate, from which `samples` are drawn")
     seed: StrictInt = Field(0, ge=0, lt=2**63, description="seed of the sampled tokens")
     batch_size: StrictInt = Field(16, ge=1, description="sequences generated at a time; affects the result")
 
@@ -140,20 +140,20 @@ class WeightedSource(DatasetSource):
     """One of several sources of text. In a recipe, a plain string means `name`."""
 
     weight: StrictFloat = Field(
-        1.0, gt=0, allow_inf_nan=False, description="share of the windows, relative to the other datasets' weights"
+        1.0, gt=0, allow_inf_nan=False, description="share of the sequences, relative to the other datasets' weights"
     )
 
 
 @dataclass(frozen=True)
 class Draw:
-    """A draw of windows to calibrate with or to train on.
+    """A draw of sequences to calibrate with or to train on.
 
     Attributes:
         sources: where the text comes from, each with its weight.
-        samples: number of windows.
-        sequence_length: tokens in a window, BOS included.
-        seed: of the draw; the same seed gives the same windows in the same order.
-        bos: whether windows begin with BOS.
+        samples: number of sequences.
+        sequence_length: tokens in a sequence, BOS included.
+        seed: of the draw; the same seed gives the same sequences in the same order.
+        bos: whether sequences begin with BOS.
     """
 
     sources: Sequence[tuple[DatasetSource, float]]
@@ -163,7 +163,7 @@ class Draw:
     bos: Bos = "auto"
 
     def shares(self) -> list[int]:
-        """Return the number of windows from each source: in proportion to weights, rounded by largest remainder."""
+        """Return the number of sequences from each source: in proportion to weights, rounded by largest remainder."""
         total = sum(weight for _, weight in self.sources)
         exact = [self.samples * (weight / total) for _, weight in self.sources]
         counts = [int(x) for x in exact]

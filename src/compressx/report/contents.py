@@ -68,7 +68,7 @@ def _changes(report: RunReport) -> list[list[Any]]:
 
 def of_run(report: RunReport) -> Iterator[Section]:
     """Yield when, where and how the run was made."""
-    text = "{samples} windows of {sequence_length} tokens, seed {seed}"
+    text = "{samples} sequences of {sequence_length} tokens, seed {seed}"
     rows = [
         ("date", report.date.replace("T", " ")),
         ("command", report.command),

@@ -70,7 +70,7 @@ class RunState:
         folder: the output folder that is filled; None of a run in memory.
         inputs: everything that decides the pruned blocks, by name, in JSON types; empty of a run in memory.
         store: where finished blocks are kept.
-        calibration: token ids, int64 [windows, tokens], or None.
+        calibration: token ids, int64 [sequences, tokens], or None.
         training: likewise, to fine-tune on.
         evaluators: those of the recipe, each an `evaluation.evaluators.ReadyEvaluator` with its text.
         arithmetic: dtype of matrix products where blocks are run or trained; None before it is chosen, and where none
@@ -182,18 +182,18 @@ class RunState:
         """This process's share of the calibration token ids, in batches."""
         return self._batches(None if self.calibration is None else self.ranks.share(self.calibration))
 
-    def _batches(self, windows: Tensor | None) -> Sequence[Tensor]:
+    def _batches(self, sequences: Tensor | None) -> Sequence[Tensor]:
         settings = self.recipe.calibration
-        return () if settings is None or windows is None else torch.split(windows, settings.batch_size)
+        return () if settings is None or sequences is None else torch.split(sequences, settings.batch_size)
 
-    def keep(self, name: str, windows: int) -> KeepStates:
-        """Choose where to keep hidden states of that many windows."""
-        return StateFiles(self.store.blocks / name) if self.in_files(self.hidden_bytes(windows)) else in_memory
+    def keep(self, name: str, sequences: int) -> KeepStates:
+        """Choose where to keep hidden states of that many sequences."""
+        return StateFiles(self.store.blocks / name) if self.in_files(self.hidden_bytes(sequences)) else in_memory
 
-    def hidden_bytes(self, windows: int) -> int:
-        """Return the bytes of hidden states of that many calibration windows between two blocks; 0 without text."""
+    def hidden_bytes(self, sequences: int) -> int:
+        """Return the bytes of hidden states of that many calibration sequences between two blocks; 0 without text."""
         settings, width = self.recipe.calibration, text_config(self.skeleton).hidden_size
-        return 0 if settings is None else windows * settings.sequence_length * width * self.dtype.itemsize
+        return 0 if settings is None else sequences * settings.sequence_length * width * self.dtype.itemsize
 
     def in_files(self, size: int) -> bool:
         """Return whether hidden states of a size are kept in files: they exceed the recipe's limit."""

@@ -195,8 +195,8 @@ def test_numbers_that_are_not_finite_are_an_error_that_names_the_weight(name):
 
 
 def test_rows_come_from_the_first_windows_and_channels_alone_from_fewer(monkeypatch):
-    monkeypatch.setattr("compressx.blocks.fisher.ROW_WINDOWS", 4)
-    monkeypatch.setattr("compressx.blocks.fisher.CHANNEL_WINDOWS", 2)
+    monkeypatch.setattr("compressx.blocks.fisher.ROW_SEQUENCES", 4)
+    monkeypatch.setattr("compressx.blocks.fisher.CHANNEL_SEQUENCES", 2)
     model, told = tiny_model("llama"), []
     parts, wanted = tiny_tokens(sequences=8).split(2), ["model.layers.1.mlp.up_proj"]
     rows, enough = (of_model(model, wanted, x).linears for x in (parts, parts[:2]))
@@ -225,7 +225,7 @@ def test_shares_of_channels_are_those_of_all_processes_tokens(monkeypatch):
 
 
 def test_windows_are_added_until_every_expert_is_reached(monkeypatch):
-    monkeypatch.setattr("compressx.blocks.fisher.ROW_WINDOWS", 1)
+    monkeypatch.setattr("compressx.blocks.fisher.ROW_SEQUENCES", 1)
     model, told = tiny_model("mixtral"), []
     parts = tiny_tokens(sequences=64, length=2).split(4)  # of two tokens: few of the experts
     of_model(model, architecture_of(model).linears, parts, progress=lambda *x: told.append(x))

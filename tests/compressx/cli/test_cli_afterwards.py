@@ -113,7 +113,7 @@ def test_eval_says_what_is_wrong(work):
             ["eval", "out", "--set", "select_tokens={selector: recent, keep: 0.5}"],
             "--set select_tokens: nothing that is measured reads a prompt",
         ),
-        (["eval", "model", "--set", TEXT.replace("samples: 4", "samples: 99")], "evaluation needs 99 windows of 32"),
+        (["eval", "model", "--set", TEXT.replace("samples: 4", "samples: 99")], "evaluation needs 99 sequences of 32"),
     ):
         assert complaint in refused(*arguments)
 
@@ -231,7 +231,7 @@ def test_sweep_finds_every_mistake_before_it_runs_anything(work):
             "prune.0.sparsty=0.5: unknown key 'sparsty' in prune[0]; did you mean 'sparsity'?",
         ),
         (['prune.0.targets=["*.nothing"]'], "matches no linear"),
-        (["calibration.samples=4,1000"], "calibration.samples=1000: r.yaml:2:1: calibration needs 1000 windows of 32"),
+        (["calibration.samples=4,1000"], "calibration.samples=1000: r.yaml:2:1: calibration needs 1000 sequences"),
         (["evaluate.token_perplexity.samples=4,900"], "evaluate.token_perplexity.samples=900: r.yaml:6:1: "),
     ):
         assert complaint in refused(

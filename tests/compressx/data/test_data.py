@@ -25,7 +25,7 @@ from compressx.data.documents import UnreachableError, check_dataset, documents,
 from compressx.data.windows import (
     _encoded,
     beginning,
-    calibration_windows,
+    calibration_sequences,
     evaluation_windows,
     fingerprint,
     read_calibration,
@@ -592,7 +592,7 @@ class TestWindows:
     @given(tokens=st.integers(20, 200), length=st.integers(2, 9), seed=st.integers(0, 2**32), part=st.floats(0.01, 1))
     def test_calibration_windows_are_distinct_pieces_of_the_text(self, tokens, length, seed, part):
         samples = max(1, int(part * (tokens // length)))
-        windows = calibration_windows(torch.arange(tokens), samples, length, seed)
+        windows = calibration_sequences(torch.arange(tokens), samples, length, seed)
         assert windows.shape == (samples, length)
         starts = windows[:, 0].tolist()
         assert len(set(starts)) == samples
@@ -601,7 +601,7 @@ class TestWindows:
 
     def test_the_seed_decides_the_draw(self) -> None:
         before = torch.get_rng_state()
-        first, again, other = (calibration_windows(torch.arange(1000), 5, 10, seed) for seed in (3, 3, 4))
+        first, again, other = (calibration_sequences(torch.arange(1000), 5, 10, seed) for seed in (3, 3, 4))
         assert torch.equal(torch.get_rng_state(), before), "and not the global random state"
         assert torch.equal(first, again)
         assert not torch.equal(first, other)
@@ -613,7 +613,7 @@ class TestWindows:
     def test_a_token_that_every_window_begins_with_takes_a_place_of_its_text(self) -> None:
         ids = torch.arange(1, 12)
         assert evaluation_windows(ids, None, 5, bos=0).tolist() == [[0, 1, 2, 3, 4], [0, 5, 6, 7, 8]]
-        drawn = calibration_windows(ids, 2, 5, seed=0, bos=0)
+        drawn = calibration_sequences(ids, 2, 5, seed=0, bos=0)
         assert sorted(drawn.tolist()) == [[0, 1, 2, 3, 4], [0, 5, 6, 7, 8]]
 
     def test_the_token_that_the_tokenizer_puts_before_the_whole_text_is_not_there_twice(self, tokenizer: Any) -> None:
@@ -634,10 +634,10 @@ class TestWindows:
             beginning(tokenizer, True)
 
     def test_too_few_windows_are_counted_together_with_the_tokens(self) -> None:
-        told = "^calibration needs 4 windows of 3 tokens; the text has 11 tokens, which is 3 windows"
+        told = "^calibration needs 4 sequences of 3 tokens; the text has 11 tokens, which is 3 sequences"
         with pytest.raises(CalibrationError, match=told):
-            calibration_windows(torch.arange(11), 4, 3, 0)
-        with pytest.raises(CalibrationError, match=r"^evaluation needs 1 windows .* 2 tokens"):
+            calibration_sequences(torch.arange(11), 4, 3, 0)
+        with pytest.raises(CalibrationError, match=r"^evaluation needs 1 sequences .* 2 tokens"):
             evaluation_windows(torch.arange(2), None, 3)
 
     def test_windows_longer_than_the_model_are_refused(self) -> None:
@@ -679,7 +679,7 @@ class TestSeveralSources:
     @pytest.mark.usefixtures("texts")
     def test_a_source_that_is_too_short_is_named(self, tokenizer: Any) -> None:
         Path("two.txt").write_text("two")
-        with pytest.raises(CalibrationError, match=r"^datasets\[1\]: calibration needs 2 windows of 4 tokens"):
+        with pytest.raises(CalibrationError, match=r"^datasets\[1\]: calibration needs 2 sequences of 4 tokens"):
             read_calibration(self.draw(1, 1, samples=4, sequence_length=4), tokenizer)
 
     @pytest.mark.usefixtures("texts")

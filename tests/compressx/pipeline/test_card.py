@@ -36,7 +36,7 @@ def test_the_card_says_what_was_done_and_measured_and_its_recipe_runs_again(proj
     assert shown.data.to_dict() == data
     assert "# tiny, 50% sparse" in shown.text
     assert "| q_proj | wanda | 2:4 | 3 | 50.00% |" in shown.text
-    assert "8 windows of 32 tokens, drawn with seed 0" in shown.text
+    assert "8 sequences of 32 tokens, drawn with seed 0" in shown.text
     dense, pruned, tuned = (report.evaluation[of]["token_perplexity"] for of in ("dense", "pruned", "finetuned"))
     assert f"| token_perplexity | {dense:.4g} | {tuned:.4g} | {tuned / dense - 1:+.1%} | {pruned:.4g} |" in shown.text
     Path("again.yaml").write_text(shown.text.partition("```yaml\n")[2].partition("```")[0])

@@ -139,7 +139,7 @@ def test_a_failure_half_way_says_that_the_model_is_changed_unless_it_is_a_copy(e
     dense, tokenizer = pair
     before, plugins = tensors(dense), load_plugins()
     plugins.manager.register(Failing())
-    with pytest.raises(CalibrationError, match="calibration needs 10000 windows of 32 tokens") as raised:
+    with pytest.raises(CalibrationError, match="calibration needs 10000 sequences of 32 tokens") as raised:
         compressx.prune(dense, tokenizer, wanda | {"calibration": {**wanda["calibration"], "samples": 10_000}})
     assert "no longer" not in str(raised.value), "before the first block"
     with pytest.raises(type(error)):

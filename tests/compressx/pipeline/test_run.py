@@ -155,7 +155,7 @@ def test_allocation_reaches_its_target_to_the_weight_and_says_how(model):
 
     assert list(dict.fromkeys(stage for stage, *_ in told)) == ["load", "calibrate", "allocate", "prune", "save"]
     begun, first, gradients, *blocks = (step for stage, *step in told if stage == "allocate")
-    assert (begun, first, gradients) == ([0, 1, ""], [0, 3, ""], [0, 3, "gradients at 0 of 2 windows"])
+    assert (begun, first, gradients) == ([0, 1, ""], [0, 3, ""], [0, 3, "gradients at 0 of 2 sequences"])
     assert blocks == [[i, 3, ""] for i in range(1, 4)]
     assert report.seconds["allocate"] > 0
 
@@ -355,7 +355,7 @@ def test_text_that_is_too_short_is_refused_before_weights_are_loaded(model, unlo
     settings = given["calibration"] if section == "calibration" else given["evaluate"]["token_perplexity"]
     settings["samples"] = 1000
     with pytest.raises(
-        CalibrationError, match=f"^<dict>:.*{section} needs 1000 windows of 32 tokens; the text has 600"
+        CalibrationError, match=f"^<dict>:.*{section} needs 1000 sequences of 32 tokens; the text has 600"
     ):
         run(given)
     assert not Path("out").exists()

@@ -45,11 +45,11 @@ def with_text(model: Path, dataset: dict[str, Any], **values: Any) -> dict[str, 
         ({"json": "chats.json", "field": "mesages"}, {},
          r"dataset: chats\.json\[0\]: no field 'mesages'; did you mean 'messages'\?"),
         ([{"name": "c4", "weight": 0.01}, {"name": "wikitext"}], {},
-         r"datasets\[0\]: weight 0\.01 gives this dataset none of the 8 windows; raise its weight"),
+         r"datasets\[0\]: weight 0\.01 gives this dataset 0 of 8 sequences; raise its weight"),
         ({"generate": {"samples": 7}}, {},
-         r"dataset\.generate: 8 windows are drawn from 7 generated .*samples of 8 or more"),
+         r"dataset\.generate: 8 sequences are drawn from 7 generated .*samples of 8 or more"),
         ([{"generate": {"samples": 5}}, {"name": "c4", "weight": 3.0}], {"samples": 24},
-         r"datasets\[0\]\.generate: 6 windows are drawn from 5"),
+         r"datasets\[0\]\.generate: 6 sequences are drawn from 5"),
         *(({"name": x}, {}, f"dataset: (no )?dataset '{x}'") for x in ("wiki", "./docs.txt", "docs.jsonl", "imdb")),
     ],
 )  # fmt: skip
@@ -215,7 +215,7 @@ class TestGenerated:
     def test_other_text_is_read_before_anything_is_generated(self, model, unloaded) -> None:
         given = with_text(model, self.GENERATE) | {"evaluate": recipe(model, evaluated=True)["evaluate"]}
         given["evaluate"]["token_perplexity"]["samples"] = 1000
-        with pytest.raises(CalibrationError, match="evaluation needs 1000 windows"):
+        with pytest.raises(CalibrationError, match="evaluation needs 1000 sequences"):
             run(given)
 
     @pytest.mark.parametrize("asked", [True, "auto"])

@@ -179,7 +179,7 @@ def test_a_key_that_is_not_text_is_refused() -> None:
 # --- values
 
 
-_WINDOWS = "windows drawn"
+_SAMPLES = "sequences drawn"
 _ZEROS = str(Rule.model_fields["sparsity"].description)
 _GLOBS = str(Rule.model_fields["targets"].description)
 _NOT_NM = 'N:M keeps N of every M weights, with 1 <= N < M, such as "2:4"; {0} keeps {1} of {2}'
@@ -191,9 +191,9 @@ _NOTATION = (
 
 @pytest.mark.parametrize(
     ("old", "new", "message"),
-    [("samples: 16", "samples: 8.5", f"2:34: calibration.samples is 8.5; expected a whole number: {_WINDOWS}"),
-     ("samples: 16", 'samples: "8"', f"2:34: calibration.samples is '8'; expected a whole number: {_WINDOWS}"),
-     ("samples: 16", "samples: 0", f"2:34: calibration.samples is 0; expected at least 1: {_WINDOWS}"),
+    [("samples: 16", "samples: 8.5", f"2:34: calibration.samples is 8.5; expected a whole number: {_SAMPLES}"),
+     ("samples: 16", 'samples: "8"', f"2:34: calibration.samples is '8'; expected a whole number: {_SAMPLES}"),
+     ("samples: 16", "samples: 0", f"2:34: calibration.samples is 0; expected at least 1: {_SAMPLES}"),
      ("0.5", "1.7", f"6:5: prune[0].sparsity is 1.7; expected at most 1: {_ZEROS}"),
      ("0.5", "1", "6:5: prune[0].sparsity is 1; expected less than 1 without base"),
      ("0.5", "70%", f"6:5: prune[0].sparsity is '70%'; expected a number: {_ZEROS}"),

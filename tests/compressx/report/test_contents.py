@@ -144,7 +144,7 @@ def test_the_section_run_says_when_where_how_and_on_how_much_text() -> None:
     )
     assert rows(made, "Run") == [
         ["date", "2026-03-01 12:00:07+01:00"], ["command", "compressx run a.yaml"], ["hardware", "2 cores"],
-        ["calibration", "32 windows of 512 tokens, seed 7"],
+        ["calibration", "32 sequences of 512 tokens, seed 7"],
     ]  # fmt: skip
     assert rows(report(), "Run") == [], "a report of an earlier version has none"
 

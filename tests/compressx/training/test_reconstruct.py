@@ -20,7 +20,7 @@ from compressx.api.patterns import NM, Unstructured
 from compressx.blocks.fisher import FisherDiagonal
 from compressx.blocks.prune import prune_model
 from compressx.data.documents import documents
-from compressx.data.windows import calibration_windows, evaluation_windows, token_ids
+from compressx.data.windows import calibration_sequences, evaluation_windows, token_ids
 from compressx.masks.file import MaskEntry
 from compressx.models.access import InMemory
 from compressx.models.architecture import architecture_of
@@ -293,7 +293,7 @@ def test_an_error_while_training_leaves_an_ordinary_model_behind():
 def test_a_block_of_smollm2_comes_nearer_to_the_dense_one_on_text_it_has_not_seen(smollm2_short):
     source = DatasetSource(name="python-docs")
     seen, unseen = (documents(source, p)[:40] for p in ("calibration", "evaluation"))
-    text = calibration_windows(token_ids(seen, smollm2_short.tokenizer), 32, 64, seed=0)
+    text = calibration_sequences(token_ids(seen, smollm2_short.tokenizer), 32, 64, seed=0)
     other = evaluation_windows(token_ids(unseen, smollm2_short.tokenizer), 8, 64)
     dense, errors = outputs(smollm2_short.model, other), []
     for settings in (None, ReconstructBlock(passes=3)):
