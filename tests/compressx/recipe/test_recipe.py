@@ -233,7 +233,7 @@ _NOTATION = (
      ("dataset: wikitext", "datasets: []", "2:15: calibration.datasets is an empty list; expected a length of at least "
       "1: several sources of text, mixed by their weights"),
      ("dataset: wikitext", "datasets: [{name: c4, weight: 0}]", "2:37: calibration.datasets[0].weight is 0; expected "
-      "more than 0: share of the windows, relative to the other datasets' weights"),
+      "more than 0: share of the sequences, relative to the other datasets' weights"),
      ("wikitext", "{text: a, split: b}", "2:34: calibration.dataset: split only goes with name"),
      ("org/model", "{package: p, file: f.gguf}", "1:9: model: a package also needs version, sha256"),
      ("org/model", "{path: m.gguf, streaming: true}", "1:23: model: a GGUF file cannot be streamed, because "
