@@ -177,12 +177,12 @@ class FinetuneReport:
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """The dtype of a run's matrix products, where blocks are run or trained.
+    """The dtype of a run's matmuls, where blocks are run or trained.
 
     Attributes:
         dtype: its name, such as `bfloat16`.
         reason: why, in words.
-        rates: FLOP/s of products by dtype, of a CPU by one thread; empty if they were not measured.
+        rates: FLOP/s of matmuls by dtype, of a CPU by one thread; empty if they were not measured.
     """
 
     dtype: str
@@ -219,7 +219,7 @@ class RunReport:
         command: that made the run.
         hardware: system, processor, cores, memory and device.
         calibration: `samples`, `sequence_length` and `seed`; empty without calibration text.
-        arithmetic: dtype of matrix products where blocks were run or trained; None when none were.
+        arithmetic: dtype of matmuls where blocks were run or trained; None when none were.
         shrink: of the smaller model that was written, `parameters` before and after, `config`, the numbers before and
             after by name, and `difference` from the pruned model, relative: the largest of what embeddings, each block
             and the head compute; empty without `shrink`.

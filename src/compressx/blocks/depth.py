@@ -316,7 +316,7 @@ _DAMPING = 0.01
 """Of the least squares."""
 
 _ROUNDING = 0.05
-"""By how much what is added may differ from the linear's product, relative, where products are of 8 bits."""
+"""By how much what is added may differ from the linear's product, relative, where matmuls are of 8 bits."""
 
 
 def _solved(

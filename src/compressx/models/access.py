@@ -99,7 +99,7 @@ class Access(Protocol):
 
     @property
     def matmul_dtype(self) -> torch.dtype | None:
-        """Dtype of matrix products while blocks are run one at a time; None: that of the weights."""
+        """Dtype of matmuls while blocks are run one at a time; None: that of the weights."""
 
     @property
     def base(self) -> Access | None:

@@ -1,11 +1,11 @@
-"""The dtype of matrix products while blocks are run or trained, whatever the dtype of the weights.
+"""The dtype of matmuls while blocks are run or trained, whatever the dtype of the weights.
 
-Narrower products are torch's autocast. 16-bit models may multiply in float32, on processors that have no 16-bit
-products and emulate them at a fraction of float32's speed, or in the other dtype of 16 bits. Each product's factors are
-converted for the length of the product, and its result back. In float32 that is what a processor with 16-bit products
+Narrower matmuls are torch's autocast. 16-bit models may multiply in float32, on processors that have no 16-bit
+matmuls and emulate them at a fraction of float32's speed, or in the other dtype of 16 bits. Each matmul's factors are
+converted for the length of the matmul, and its result back. In float32 that is what a processor with 16-bit matmuls
 computes, up to the order of the sums. Autocast is not for them: its results meet tensors of the model's dtype, torch
 makes float32 of the two, and norms refuse it. A block's weights are never held twice: one conversion costs a percent of
-a product with a thousand tokens.
+a matmul with a thousand tokens.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from compressx.api.record import Arithmetic
 from compressx.recipe.sources import ComputeDtype
 
 WORTHWHILE = 1.5
-"""How many times as fast as the weights' own dtype another one has to be: blocks do more than products."""
+"""How many times as fast as the weights' own dtype another one has to be: blocks do more than matmuls."""
 
 _ROUNDS = 5
-"""Of the measured products, which take milliseconds."""
+"""Of the measured matmuls, which take milliseconds."""
 
 _NARROW = (torch.bfloat16, torch.float16)
 _MATMULS = {
@@ -49,7 +49,7 @@ def run_arithmetic(wanted: ComputeDtype, weights: torch.dtype, device: torch.dev
     """Return the arithmetic of a run.
 
     `auto` keeps the weights' dtype unless the device multiplies another one `WORTHWHILE` times as fast. For weights of
-    16 bits that may be float32. bfloat16 in place of float32 is for runs that train, where products take most of the
+    16 bits that may be float32. bfloat16 in place of float32 is for runs that train, where matmuls take most of the
     time, and training makes up for it. Without training the same masks are found on every machine.
 
     Args:
@@ -78,9 +78,9 @@ def name_of(dtype: torch.dtype) -> str:
 
 @functools.cache
 def rates(device: torch.device) -> Mapping[str, float]:
-    """Measure the FLOP/s of products by the name of their factors' dtype, in a fraction of a second; once a process.
+    """Measure the FLOP/s of matmuls by the name of their factors' dtype, in a fraction of a second; once a process.
 
-    The products take turns and the shortest time of each counts, because other processes only make them slower. A CPU
+    The matmuls take turns and the shortest time of each counts, because other processes only make them slower. A CPU
     is measured with one thread, by the time that it runs: on a busy machine most of a second is other processes'. 0
     stands for a dtype that the device cannot multiply.
     """
@@ -96,7 +96,7 @@ def rates(device: torch.device) -> Mapping[str, float]:
         for name, timer in timers.items():
             try:
                 taken = timer.timeit(1).median  # after a run that loads kernels and fills caches
-            except RuntimeError:  # this backend has no products of this dtype
+            except RuntimeError:  # this backend has no matmuls of this dtype
                 taken = math.inf
             seconds[name] = min(seconds.get(name, math.inf), taken)
     return {name: 2 * rows * 1024**2 / taken for name, taken in seconds.items()}
@@ -108,7 +108,7 @@ def matmuls_in(
     """Return a context in which a model, or a part of one, multiplies in a dtype.
 
     Args:
-        dtype: of the products; None for that of the weights.
+        dtype: of the matmuls; None for that of the weights.
         part: the model, or a block of it. Nothing changes where its matrices have the dtype already.
         device: of its weights.
         cache: keep narrow copies of the weights within the context; only where no weight changes in it.
@@ -116,7 +116,7 @@ def matmuls_in(
     matrices = {p.dtype for p in part.parameters() if p.dim() >= 2 and p.dtype.is_floating_point}
     narrow = matrices & {*_NARROW}
     if dtype is not None and narrow and dtype not in narrow:
-        return _ConvertedProducts(dtype)
+        return _ConvertedMatmuls(dtype)
     if dtype is None or dtype == torch.float32 or dtype in matrices:
         return nullcontext()  # not a disabled autocast, which would end the caller's
     return _caching(device.type, dtype) if cache else torch.autocast(device.type, dtype, cache_enabled=False)
@@ -137,10 +137,10 @@ def _caching(device_type: str, dtype: torch.dtype) -> Iterator[None]:
         torch.clear_autocast_cache()
 
 
-class _ConvertedProducts(TorchFunctionMode):
-    """Computes products of 16-bit factors in another dtype, and returns them in the factors'.
+class _ConvertedMatmuls(TorchFunctionMode):
+    """Computes matmuls of 16-bit factors in another dtype, and returns them in the factors'.
 
-    A product whose result is to be wider is left alone: a Hessian's is float32, and would come back in 16 bits.
+    A matmul whose result is to be wider is left alone: a Hessian's is float32, and would come back in 16 bits.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -162,7 +162,7 @@ class _ConvertedProducts(TorchFunctionMode):
 
 
 def original(factor: Tensor) -> Tensor:
-    """Return the tensor that a factor of a product was converted from, or the factor itself."""
+    """Return the tensor that a factor of a matmul was converted from, or the factor itself."""
     narrow: Tensor = getattr(factor, "_narrow", factor)
     return narrow
 

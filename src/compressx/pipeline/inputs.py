@@ -160,7 +160,7 @@ def _generated(state: RunState, settings: Generate, length: int) -> Tensor:
 
 
 def choose_arithmetic(state: RunState) -> None:
-    """Choose the dtype of matrix products, which the recipe names from then on."""
+    """Choose the dtype of matmuls, which the recipe names from then on."""
     recipe = state.recipe
     if not state.plan.needs_calibration and recipe.finetune is None:
         return

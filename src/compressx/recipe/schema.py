@@ -69,7 +69,7 @@ class Recipe(Strict):
     )
     compute_dtype: ComputeDtype = Field(
         "auto",
-        description="dtype of matrix products while blocks are run on text or trained; weights, statistics, pruners "
+        description="dtype of matmuls while blocks are run on text or trained; weights, statistics, pruners "
         "and evaluation keep theirs. auto: that of the weights, or one that this machine multiplies 1.5 times as fast: "
         "float32 for 16-bit weights; with reconstruct_block or finetune also bfloat16",
     )

@@ -74,7 +74,7 @@ def of_run(report: RunReport) -> Iterator[Section]:
         ("command", report.command),
         ("hardware", report.hardware),
         ("calibration", text.format(**report.calibration) if report.calibration else ""),
-        ("matrix products", str(report.arithmetic or "")),
+        ("matmuls", str(report.arithmetic or "")),
         ("written", ", ".join(f"{x['folder']} ({x['format']}, {x['bytes'] / 1e6:.4g} MB)" for x in report.exports)),
     ]
     if given := [row for row in rows if row[1]]:

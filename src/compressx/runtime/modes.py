@@ -37,7 +37,7 @@ def deterministic(wanted: bool, device: torch.device) -> Iterator[None]:
         yield
         return
     if device.type == "cuda" and os.environ.get(_WORKSPACE) not in _FIXED:
-        if _WORKSPACE in os.environ or torch.cuda.max_memory_allocated(device) > 0:  # products may have run
+        if _WORKSPACE in os.environ or torch.cuda.max_memory_allocated(device) > 0:  # matmuls may have run
             raise CompressxError(
                 f"deterministic: true needs {_WORKSPACE} to be {' or '.join(_FIXED)} before a process uses the GPU, "
                 f"and it is {os.environ.get(_WORKSPACE, 'not set')}; export {_WORKSPACE}={_FIXED[0]} and start again"

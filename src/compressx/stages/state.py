@@ -73,7 +73,7 @@ class RunState:
         calibration: token ids, int64 [sequences, tokens], or None.
         training: likewise, to fine-tune on.
         evaluators: those of the recipe, each an `evaluation.evaluators.ReadyEvaluator` with its text.
-        arithmetic: dtype of matrix products where blocks are run or trained; None before it is chosen, and where none
+        arithmetic: dtype of matmuls where blocks are run or trained; None before it is chosen, and where none
             are.
         sensitivities: mean squared gradients of the dense model's loss, a `blocks.fisher.FisherDiagonal`.
         blocks: reports of the finished blocks.
@@ -159,12 +159,12 @@ class RunState:
 
     @property
     def matmul_dtype(self) -> torch.dtype | None:
-        """Dtype of matrix products where blocks are run or trained; None: that of the weights."""
+        """Dtype of matmuls where blocks are run or trained; None: that of the weights."""
         return None if self.arithmetic is None else getattr(torch, self.arithmetic.dtype)
 
     @property
     def calibrated(self) -> Access:
-        """The model, with the blocks' products in the dtype of the run's arithmetic."""
+        """The model, with the blocks' matmuls in the dtype of the run's arithmetic."""
         return dataclasses.replace(self.access, matmul_dtype=self.matmul_dtype)  # type: ignore[type-var]
 
     @property

@@ -118,7 +118,7 @@ def _half_precision(subject: Subject) -> None:
         _decide(subject, subject.scene(dtype=dtype), subject.different)
 
 
-def _narrow_products(subject: Subject) -> None:
+def _narrow_matmuls(subject: Subject) -> None:
     """Prune a float32 model that multiplies in bfloat16: most inputs are narrower than the weights then."""
 
     def narrowed(run: Callable[[], Any]) -> None:
@@ -409,7 +409,7 @@ PRUNER_CHECKS: Mapping[str, Callable[[Subject], None]] = {
     "exact sparsity for every pattern": lambda subject: _decide(subject, subject.scene(), subject.patterns),
     "sparsity zero changes nothing": _dense,
     "bfloat16 and float16": _half_precision,
-    "products narrower than the weights": _narrow_products,
+    "matmuls narrower than the weights": _narrow_matmuls,
     "deterministic": _deterministic,
     "leaves statistics as they are": _repeatable,
     "leaves what it prepared as it is": _prepared,

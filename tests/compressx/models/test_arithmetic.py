@@ -1,4 +1,4 @@
-"""The dtype of matrix products: which is taken, and what it changes."""
+"""The dtype of matmuls: which is taken, and what it changes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OLD_GPU = {"float32": 8e12, "bfloat16": 3e12, "float16": 60e12}
 
 
 class Products(TorchDispatchMode):
-    """Collects the dtypes of factors of matrix products; outer products, as of rotary angles, are none."""
+    """Collects the dtypes of factors of matmuls; outer products, as of rotary angles, are none."""
 
     def __init__(self):
         super().__init__()

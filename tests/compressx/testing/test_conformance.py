@@ -252,7 +252,7 @@ APART = "decided after the others it gave another mask"
         (spec(deciding(wrong_group)), "exact sparsity for every pattern", "keep others: the first, row 0, keeps"),
         (spec(answering(changes_at_zero)), "sparsity zero changes nothing", "changed though all are kept"),
         (spec(answering(not_in_half)), "bfloat16 and float16", "infinite in the model's torch.float16"),
-        (spec(observing(MultipliesByTheWeight)), "products narrower than the weights", "same dtype"),
+        (spec(observing(MultipliesByTheWeight)), "matmuls narrower than the weights", "same dtype"),
         (spec(scoring(lambda scores, *_: {n: torch.rand(s.shape) for n, s in scores.items()})),
          "deterministic", "other global seeds, gave another mask"),
         (spec(scoring(uses_up)), "leaves statistics as they are", "asked again with the same statistics"),
