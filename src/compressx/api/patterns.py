@@ -3,7 +3,7 @@
 A mask is bool with True = keep, and `sparsity` is the fraction of zeros (torch.ao multiplies weights by the mask).
 Counts are exact: of `n` competing weights exactly `count_dropped(sparsity, n)` become zero, ties going to the first.
 
-Units are pieces of an architecture that go whole. A unit owns rows of some linears and columns of others. A
+Units are pieces of an architecture that are removed whole. A unit owns rows of some linears and columns of others. A
 feed-forward neuron owns its row of the gate and of the up projection and its column of the down projection; a key/value
 group its rows of key and value, those of the queries that share them, and their columns of the output projection; an
 expert, and a decoder block, all rows of its linears.

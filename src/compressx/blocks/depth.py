@@ -1,4 +1,4 @@
-"""Choose by trial the decoder blocks of a dense model that go, and solve for the linears beside them."""
+"""Choose by trial which decoder blocks of a dense model to remove, and solve for the linears beside them."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ def choose_blocks(
     access: Access, depth: PlannedDepth, batches: Sequence[Tensor], ranks: Ranks = ALONE,
     progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> tuple[dict[str, float], dict[str, float]]:  # fmt: skip
-    """Let a pruner choose the blocks that go, and measure them.
+    """Let a pruner choose the blocks to remove, and measure them.
 
     Args:
         access: a transformers causal language model in evaluation mode, with its dense weights; unchanged afterwards.
         depth: which blocks may go, and whose pruner chooses them.
         batches: token ids, each [batch, tokens]; this process's share.
         ranks: the processes; all get the same.
-        progress: called with the number of blocks of the largest trial, and of those that go.
+        progress: called with the number of blocks of the largest trial, and of those to remove.
 
     Returns:
         By name, the divergence without each block that can go alone; and the names that were chosen, in their order,
@@ -120,7 +120,7 @@ class Trials:
         if unknown := frozenset[str]().union(*asked).difference(self._blocks):
             raise PluginError(f"a trial without {min(unknown)!r:.80}; expected names of {', '.join(self._blocks)}")
         fresh = [trial for trial in dict.fromkeys(asked) if trial not in self._known]
-        # No more at a time than there are blocks, for which the batches that go together are meant.
+        # No more at a time than there are blocks, for which the batches that are run together are meant.
         for some in (fresh[i : i + len(self._found.blocks)] for i in range(0, len(fresh), len(self._found.blocks))):
             self._known |= dict.fromkeys(some, math.inf)
             able = []
@@ -216,7 +216,7 @@ def refuse_needed(model: Any, dropped: Collection[str]) -> None:
 
     Args:
         model: a transformers causal language model; its weights are not read.
-        dropped: names of the blocks that go.
+        dropped: names of the removed blocks.
 
     Raises:
         UnsupportedModelError: the first such block.
@@ -265,7 +265,7 @@ def _refuse_remainder(block: Block, run: BlockRun, state: Tensor) -> None:
 def solved_beside(
     access: Access, plan: Plan, batches: Sequence[Tensor], keep: KeepStates = in_memory, ranks: Ranks = ALONE
 ) -> dict[str, tuple[Tensor, float]]:
-    """Solve the linear that ends each block before blocks that go, so that it adds what they would have added.
+    """Solve the linear that ends each block before removed blocks, so that it adds what they would have added.
 
     Each such block runs on what is left of the model before it, with earlier linears solved already. Its output is
     brought to the dense model's hidden states behind the gap. An error at a token counts relative to their norm, since

@@ -28,7 +28,7 @@ _SECONDS = Column("seconds", ".1f")
 
 
 class ChooseBlocks(Stage):
-    """Choose the decoder blocks that go, on the dense model, if a rule drops some."""
+    """Choose the decoder blocks to remove, on the dense model, if a rule drops some."""
 
     everywhere = True
 
@@ -55,7 +55,7 @@ class ChooseBlocks(Stage):
         state.note(f"{'reverted' if state.recipe.of_difference else 'dropped'} blocks: {names}")
 
     def _solve(self, state: RunState) -> None:
-        """Solve linears beside blocks that go; an interrupted run does so again, from the dense model."""
+        """Solve linears beside removed blocks; an interrupted run does so again, from the dense model."""
         plan, folder = state.plan, f"depth-{state.ranks.rank}"
         assert plan.depth is not None  # noqa: S101 - the caller has asked
         if len(state.store.finished) == plan.pieces:

@@ -40,7 +40,7 @@ def options_of(document: PlacedValue, plugins: Plugins) -> dict[str, BaseModel]:
     """
     section = document.value.get("evaluate") if isinstance(document.value, Mapping) else None
     mistakes, found = Mistakes(), dict[str, BaseModel]()
-    for name, options in section.items() if isinstance(section, Mapping) else ():  # others are told by the schema
+    for name, options in section.items() if isinstance(section, Mapping) else ():  # the schema reports others
         with mistakes.collected():
             with document.at("evaluate", name):
                 spec = plugins.find(EVALUATOR, name)

@@ -140,7 +140,7 @@ def inspect_model(
         masks: a masks file to compare with, held at one bit per weight; by default the one in the model's folder, or
             beside the `model` folder of a run, unless the run has shrunk the model: those are the original's.
         base: a model to compare the linears in the blocks with; streamed beside it unless it is a GGUF file.
-        progress: is told each block.
+        progress: called with each block.
 
     Raises:
         CompressxError: a model or file that cannot be read, masks of another model, a base with other linears, or,

@@ -156,7 +156,7 @@ def _keep_older_keys(source: Path, folder: Path, *, trust_remote_code: bool) -> 
     from transformers import AutoConfig
 
     def read() -> Any:
-        with quiet_libraries(), contextlib.suppress(Exception):  # which the loading of the result would tell
+        with quiet_libraries(), contextlib.suppress(Exception):  # loading the result would report it
             return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code).to_dict()
 
     path = folder / "config.json"

@@ -107,7 +107,7 @@ def packed_sizes(folder: Path) -> Sizes:
 def pack_folder(
     source: Path, output: Path, *, base: Base | None = None, progress: Callable[[str], None] = lambda _: None
 ) -> Sizes:
-    """Pack a model's folder, or an output folder with one; `progress` is told each file.
+    """Pack a model's folder, or an output folder with one; `progress` is called with each file.
 
     Raises:
         ArtifactError: an existing output, a folder that is packed or holds no complete safetensors model, a base that
@@ -165,7 +165,7 @@ def _plain_files(model: Path) -> list[Path]:
 def unpack_folder(
     source: Path, output: Path, *, base: Base | None = None, progress: Callable[[str], None] = lambda _: None
 ) -> Sizes:
-    """Restore what `pack_folder` packed, weight files byte for byte; `progress` is told each file.
+    """Restore what `pack_folder` packed, weight files byte for byte; `progress` is called with each file.
 
     Raises:
         ArtifactError: an existing output, a folder that is not packed, a missing or damaged file, another base than it

@@ -18,10 +18,10 @@ from compressx.numerics.obs import PANEL, NotPositiveDefiniteError, damp_, inver
 from compressx.runtime.finite import all_finite
 
 CANDIDATES = 512
-"""Columns of the cheapest units, among which those that go are looked for one at a time."""
+"""Columns of the cheapest units, among which those to remove are looked for one at a time."""
 
 ROUND = 64
-"""Columns that go before the whole matrices are updated, by products of so many at once."""
+"""Columns that are removed before the whole matrices are updated, by matmuls of so many at once."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,7 +30,7 @@ class RemovedUnits:
 
     Attributes:
         keep: bool [units], True = keep.
-        weight: [out_features, in_features], float32 at least, zero in the columns of units that go.
+        weight: [out_features, in_features], float32 at least, zero in the columns of removed units.
         error: |(W' - W) X|^2 / |W X|^2, a scalar on the weight's device.
         damping: what was added to the diagonal of the scaled Hessian.
     """
@@ -207,7 +207,7 @@ def _eliminate_(weight: Tensor, inverse: Tensor, gone: Tensor) -> None:
 
 
 def solve(weight: Tensor, hessian: Tensor, kept: Tensor, damping: float) -> tuple[Tensor, Tensor]:
-    """Solve min |(W' - W) X|^2 + damping |W' - W|^2 over W' that is zero in the columns that go.
+    """Solve min |(W' - W) X|^2 + damping |W' - W|^2 over W' that is zero in the removed columns.
 
     Args:
         weight: W [out_features, in_features].

@@ -9,7 +9,7 @@ from pydantic import BaseModel, Field, StrictBool, StrictInt
 from compressx import Divergences, PrunerSpec, hookimpl
 
 _WIDTH = 8
-"""Blocks tried beside others that go, those that cost least when last tried. What a block costs changes slowly."""
+"""Blocks tried beside removed ones, those that cost least when last tried. What a block costs changes slowly."""
 
 
 class Options(BaseModel):

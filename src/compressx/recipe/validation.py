@@ -40,7 +40,7 @@ _SENTENCES = {"value_error", "assertion_error", "conflict"}
 
 
 PLAIN_OR_MAPPING = Discriminator(lambda value: "mapping" if isinstance(value, dict | BaseModel) else "plain")
-"""Of a union of `Tag("plain")` and `Tag("mapping")`: only one of the two tells its mistakes."""
+"""Of a union of `Tag("plain")` and `Tag("mapping")`: only one of the two reports its mistakes."""
 
 
 class Strict(BaseModel):

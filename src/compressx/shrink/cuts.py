@@ -117,7 +117,7 @@ def smaller(model: Any, kept: Sequence[RemainingUnits], dropped: Sequence[str] =
     Args:
         model: the model; only shapes and settings are read, so it may be on the meta device.
         kept: of each set of units that was pruned, which stay.
-        dropped: names of the decoder blocks that go.
+        dropped: names of the removed decoder blocks.
 
     Raises:
         UnsupportedModelError: the config cannot say it, with the reason.

@@ -40,7 +40,7 @@ class Shrink(Stage):
     """Write the smaller model, in place of one of the original size with zeros."""
 
     def check(self, state: RunState, plan: Plan | None, mistakes: Mistakes) -> None:
-        """Refuse `shrink` where nothing goes whole, or where the config cannot describe the smaller model.
+        """Refuse `shrink` where no whole unit is removed, or where the config cannot describe the smaller model.
 
         Which go is not known yet: the first units stand for those that will stay, and of blocks the first, and the
         last, for those that will go.
@@ -108,7 +108,7 @@ class Shrink(Stage):
 
 
 def _gone(depth: PlannedDepth | None) -> tuple[tuple[str, ...], ...]:
-    """Return which blocks to try as those that go."""
+    """Return which blocks to try to remove."""
     if depth is None:
         return ((),)
     count = depth.pattern.dropped

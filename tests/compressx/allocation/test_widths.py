@@ -1,4 +1,4 @@
-"""Widths of their own: what allocations choose for units that go whole, in models of each geometry."""
+"""Widths of their own: what allocations choose for units that are removed whole, in models of each geometry."""
 
 from __future__ import annotations
 

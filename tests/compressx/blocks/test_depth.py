@@ -1,4 +1,4 @@
-"""Whole blocks are chosen by trial, and those that go leave no trace in the hidden states."""
+"""Whole blocks are chosen by trial, and removed ones leave no trace in the hidden states."""
 
 from __future__ import annotations
 

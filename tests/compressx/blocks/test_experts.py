@@ -1,4 +1,4 @@
-"""Experts that go: the router chooses among those that are left, as that of the smaller model does."""
+"""Removed experts: the router chooses among the kept ones, as that of the smaller model does."""
 
 from __future__ import annotations
 
