@@ -336,7 +336,6 @@ _OFFLINE = "without network access, use local files ({text: PATH} or {json: PATH
 
 _HUB_ID = re.compile(r"\w[\w.-]{0,95}/\w[\w.-]{0,95}", re.ASCII)
 
-
 _MEMORY_OF_A_BYTE_KEPT = 80
 """Bytes of memory that a byte of text takes: as a document, and while all documents are tokenized as one text."""
 

@@ -16,25 +16,13 @@ from compressx.api.pruner import Block, PrunerSpec, statistic_of
 from compressx.models.architecture import Architecture, architecture_of, text_config
 from compressx.models.blockwise import check_calls
 from compressx.planning.plan import Plan, PlannedLinear, PlannedRule
-from compressx.planning.structured import (
-    check_count,
-    check_taken,
-    find_depth,
-    multiple_of,
-    units_of_rules,
-)
+from compressx.planning.structured import check_count, check_taken, find_depth, multiple_of, units_of_rules
 from compressx.planning.targets import Assigned, match_targets, targeted_by
 from compressx.plugins.kinds import PRUNER
 from compressx.plugins.manager import Plugins
 from compressx.recipe.schema import LoadedRecipe
 from compressx.recipe.validation import validate_options
-from compressx.runtime.errors import (
-    CompressxError,
-    Mistakes,
-    UnsupportedModelError,
-    blamed_on,
-    did_you_mean,
-)
+from compressx.runtime.errors import CompressxError, Mistakes, UnsupportedModelError, blamed_on, did_you_mean
 
 
 def make_plan(loaded: LoadedRecipe, plugins: Plugins, skeleton: torch.nn.Module) -> Plan:

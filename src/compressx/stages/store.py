@@ -54,7 +54,6 @@ class Allocated:
 ALLOCATED = TypeAdapter(Allocated)
 """Validates an `Allocated` from plain data, as read from `state.json` or received from another process."""
 
-
 _REPORT = TypeAdapter(BlockReport)
 _MEASURED = TypeAdapter(dict[str, float | list[list[float]]])
 _DAMAGE = (ValueError, LookupError, TypeError, AttributeError, RecursionError)

@@ -254,7 +254,7 @@ def test_without_calibration_a_block_has_no_error_and_a_pruner_that_shows_nothin
 def test_linears_with_the_same_input_share_one_statistic_and_others_do_not():
     spy = Spy()
     pruned(tiny_model("llama"), spec_of(spy), given=batches(2))
-    assert all(s.tokens == 8 * 32 for s in spy.given.values())
+    assert all(s.count == 8 * 32 for s in spy.given.values())
     at = "model.layers.1."
     q, k, v, o = (spy.given[f"{at}self_attn.{n}_proj"] for n in "qkvo")
     gate, up = (spy.given[f"{at}mlp.{n}_proj"] for n in ("gate", "up"))
@@ -268,7 +268,7 @@ def test_a_linear_that_a_block_calls_twice_is_observed_twice_on_every_batch():
     mlp = model.model.layers[0].mlp
     mlp.register_forward_hook(lambda module, args, output: output + module.gate_proj(2.0 * args[0])[..., :64])
     pruned(model, spec_of(spy), given=batches(2), only="layers.0.mlp.gate_proj")
-    assert spy.given["model.layers.0.mlp.gate_proj"].tokens == 2 * 8 * 32
+    assert spy.given["model.layers.0.mlp.gate_proj"].count == 2 * 8 * 32
 
 
 def test_separable_linears_are_written_one_by_one_and_only_after_what_has_to_see_the_block_whole():
@@ -537,7 +537,7 @@ def test_a_linear_that_shares_its_input_only_later_keeps_a_statistic_of_its_own(
     pruned(model, spec_of(spy), given=batches(5), only=".0.self_attn.")
     query, key = (spy.given[f"model.layers.0.self_attn.{n}_proj"] for n in "qk")
     assert query is not key
-    assert query.tokens == key.tokens == 8 * 32
+    assert query.count == key.count == 8 * 32
     torch.testing.assert_close(query.squares, key.squares)
 
 

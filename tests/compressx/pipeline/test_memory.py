@@ -164,7 +164,7 @@ def test_a_failure_half_way_says_that_the_model_is_changed_unless_it_is_a_copy(e
         ({"calibration": {}}, torch.full((2, 8), 128), "calibration has the token id 128, and Llama"),
         ({"calibration": {}}, torch.ones(8), r"calibration is torch.float32 \[8\], expected token ids, int64"),
         (WINDOWS, [], r"calibration has no documents; expected texts, or chats as lists of \{role, content"),
-        (WINDOWS, [{"text": "w1"}], r"calibration\[0\] is a row with text, expected text or a chat; give one field"),
+        (WINDOWS, [{"text": "w1"}], r"calibration\[0\] is dict, expected text or a list of"),
         (WINDOWS, [[1, 2], [3, 4]], "calibration is a list of lists of numbers; token ids are expected as a tensor"),
         (WINDOWS, ["w1", [1, 2]], r"calibration\[1\]: message 0 is int, expected \{role, content"),
         ({"sparcity": 0.5}, None, "unknown key 'sparcity'"),

@@ -112,9 +112,7 @@ def test_a_training_step_that_processes_cannot_share_or_without_anything_to_hold
     settings, text = loaded.recipe.reconstruct_block, loaded.recipe.calibration  # 8 windows in batches of 2
     assert settings is not None
     assert text is not None
-    uneven = (
-        "a step of 6 sequences is no whole number of calibration batches of 2 for each of {0} processes; .* {1}, or"
-    )
+    uneven = "a step of 6 sequences is no whole number of calibration batches of 2 for each of {0} processes; .* {1},"
     none_left = r"are one batch of 2 for each of 4 processes; expected.*calibration\.samples of 12 or more, or a"
     for processes, expected in ((1, []), (2, [uneven.format(2, 4)]), (4, [none_left, uneven.format(4, 8)])):
         found = [str(error) for error in undivided(loaded, settings, text, processes)]
