@@ -7,7 +7,7 @@ import logging
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -30,6 +30,7 @@ from compressx.pipeline.sizes import memory_advised
 from compressx.pipeline.stages import prepare, walk
 from compressx.plugins.manager import Plugins, load_plugins
 from compressx.recipe.schema import recipe_in_memory
+from compressx.recipe.sources import Draw
 from compressx.runtime.errors import ArtifactError, CalibrationError, CompressxError, UnsupportedModelError
 from compressx.runtime.modes import deterministic, reuse_freed_memory, torchs_own_modes
 from compressx.runtime.timing import forget_peaks
@@ -165,13 +166,8 @@ def _decided(calibration: Tensor | Sequence[Document] | None) -> Mapping[str, An
             "or a list of documents"
         )
     sequences, length = calibration.shape
-    return {
-        "dataset": "given/text",
-        "samples": sequences,
-        "sequence_length": length,
-        "seed": 0,
-        "bos": False,
-    }
+    drawn = {field.name: field.default for field in fields(Draw) if field.name != "sources"}
+    return {"dataset": "given/text", **drawn, "samples": sequences, "sequence_length": length, "bos": False}
 
 
 def _take_text(state: RunState, calibration: Tensor | Sequence[Document] | None) -> None:
