@@ -178,12 +178,12 @@ def spread(
         allotted = [zeros] if len(group) == 1 else choose(group, zeros)
         parts = [part for unit in group for part in unit.parts]
         wanted = [n for unit, count in zip(group, allotted, strict=True) for n in _over_parts(unit, count)]
-        counts = _in_steps(parts, wanted, _reachable(parts, zeros + remaining))
+        counts = _rounded(parts, wanted, _reachable(parts, zeros + remaining))
         remaining += zeros - sum(counts)
         distributed.append((parts, counts))
     patterns: dict[str, Unstructured | NM] = {}
     for parts, given in reversed(distributed):  # earlier groups may have room for what the last ones could not take
-        counts = _in_steps(parts, given, _reachable(parts, sum(given) + remaining))
+        counts = _rounded(parts, given, _reachable(parts, sum(given) + remaining))
         remaining += sum(given) - sum(counts)
         patterns |= {x.name: p.with_zeros(n) for p, n in zip(parts, counts, strict=True) for x in p.linears}
     return patterns
@@ -201,7 +201,7 @@ def _over_parts(unit: Unit, zeros: int) -> list[int]:
     return fitted(shares(weights, zeros / unit.weights), [part.max_zeros() for part in unit.parts], zeros)
 
 
-def _in_steps(parts: Sequence[UnitPart], wanted: Sequence[int], total: int) -> list[int]:
+def _rounded(parts: Sequence[UnitPart], wanted: Sequence[int], total: int) -> list[int]:
     """Round counts of zeros to the steps of their parts, the coarsest first; the others share the remainder."""
     counts = dict(enumerate(wanted))
     most = [part.max_zeros() for part in parts]

@@ -282,7 +282,7 @@ def test_a_run_of_a_model_whose_own_code_computes_its_weights_is_refused_before_
 
 @pytest.mark.parametrize(
     ("evaluated", "told"),
-    [(False, r"0.self_attn.q_proj: 2048 weights that its mask drops are not zero"),
+    [(False, r"0.self_attn.q_proj: 2048 weights that its mask drops are there again"),
      (True, "weights that masks drop are not zero after pruning; look for hooks that")],
 )  # fmt: skip
 def test_weights_that_a_hook_of_the_callers_writes_again_are_not_reported_as_zero(
