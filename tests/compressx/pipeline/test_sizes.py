@@ -99,7 +99,7 @@ STAGES: dict[str, tuple[str, dict[str, Any], str]] = {
         f"prune: out of memory: statistics of model.layers.0: {{}}; {LESS}{STREAMED}",
     ),
     "a pruner": (
-        "compressx.pruners.wanda.Wanda.prune", {},
+        "compressx.api.scores._ScorePruner.prune", {},
         f"prune: out of memory: pruner 'wanda' failed on model.layers.0: {{}}; {LESS}",
     ),
     "a block": ("compressx.blocks.prune.advance", {}, "prune: out of memory: running and pruning model.layers.0: {}; "),
