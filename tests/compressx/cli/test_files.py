@@ -104,7 +104,7 @@ def test_all_commands_take_a_fine_tune_with_its_base(tuned: Path) -> None:
         shown = printed(command, "./small", "--base", "./tiny", *options)
         if command != "init":
             assert shown == printed(command, "./tuned", *options)
-    assert "model: {path: small, base: ./tiny}" in shown
+    assert 'model: {path: small, base: "./tiny"}' in shown
     Path("recipe.yaml").write_text(shown)
     keys = [
         "--set",
