@@ -111,7 +111,9 @@ def test_the_question_is_kept_whole_and_the_text_is_shortened_around_it(tokenize
     shown = tokenizer.decode(read[1][0])
     assert shown.startswith("<user>")
     assert shown.endswith("\n\nwho sleeps?</><me>")
-    with pytest.raises(CalibrationError, match="keep is 20, but 26 tokens of the prompt are protected: what surrounds "):
+    with pytest.raises(
+        CalibrationError, match="keep is 20, but 26 tokens of the prompt are protected: what surrounds "
+    ):
         compressx.generate(endless(), tokenizer, TEXT, question="who sleeps?", keep=20, **given)
 
 
