@@ -284,6 +284,7 @@ def test_values_that_float16_cannot_hold_are_refused(value: float, tmp_path: Pat
     exported(tmp_path, model, "llama", "BF16")
 
 
+@pytest.mark.slow
 def test_the_real_model_dense_shrunk_and_cut_computes_the_same_in_llama_cpp(smollm2: Any, tmp_path: Path):
     like = TemplateGguf.read(None, find_checkpoint(ModelSource(**SMOLLM2)).file)
     prompt = smollm2.tokenizer("The history of the city of Paris begins with")["input_ids"]

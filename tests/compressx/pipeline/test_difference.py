@@ -299,6 +299,7 @@ def test_the_commands_take_a_difference_with_its_base_as_masks_and_packed(tuned:
     )
 
 
+@pytest.mark.slow
 def test_dares_expected_difference_is_the_difference(tuned: tuple[Path, Path]) -> None:
     base, model = tuned
     before, theirs = linears(weights(model)), linears(weights(base))
