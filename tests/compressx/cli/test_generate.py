@@ -178,7 +178,7 @@ def test_a_prompt_that_is_short_enough_is_read_whole_with_a_word_about_it(work: 
         (("--prompt", " \n"), "--prompt is empty; expected a text"),
         (("--prompt", "w1 \udcff"), "the prompt: character 3 is \\udcff, half of a surrogate pair, which is not text"),
         ((*FILE, "--question", "\ud83d?"), "the prompt: character 12 is \\ud83d, half of a surrogate pair"),
-        ((*FILE, "--keep", "0"), "--keep: keep is 0; expected at least 1 or a number: tokens of a prompt to keep"),
+        ((*FILE, "--keep", "0"), "--keep: keep is 0; expected at least 1 or more than 0: tokens of a prompt to keep"),
         ((*FILE, "--keep", "1.5"), "--keep: keep is 1.5; expected"),
         ((*FILE, "--keep", "an eighth"), "--keep: keep is 'an eighth'; expected"),
         ((*FILE, "--keep", "20"), "keep is 20, but 36 tokens of the prompt are protected"),
