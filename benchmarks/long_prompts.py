@@ -45,15 +45,15 @@ def prompts(given: argparse.Namespace, tokenizer: Any) -> list[Any]:
 
 
 class Watched:
-    """A selection that remembers the places that it selected last."""
+    """A selection that remembers the positions that it selected last."""
 
     def __init__(self, selection: Any) -> None:
         self.selection, self.rows = selection, selection.rows
         self.last: Any = None
 
-    def places(self, ids: Any, protected: Any) -> Any:
+    def positions(self, ids: Any, protected: Any) -> Any:
         """Select, and remember."""
-        self.last = self.selection.places(ids, protected)
+        self.last = self.selection.positions(ids, protected)
         return self.last
 
 

@@ -249,8 +249,8 @@ def load_tokenizer(checkpoint: Checkpoint) -> Any:
         if type(error) is not Exception:  # which the library of tokenizers raises
             raise
         raise ArtifactError(
-            f"cannot load the tokenizer of {checkpoint.location}: {error}; its tokenizer.json is damaged, or for "
-            "another version of the package tokenizers"
+            f"cannot load the tokenizer of {checkpoint.location}: {one_line(str(error))}; its tokenizer.json is "
+            "damaged, or for another version of the package tokenizers"
         ) from error
     # Without a vocabulary transformers makes a tokenizer that knows no word.
     if tokenizer is None or {*tokenizer.get_vocab()} <= {*tokenizer.all_special_tokens}:
