@@ -52,9 +52,9 @@ def score_pruner(
 
     def offered(score: Score) -> Callable[[], list[PrunerSpec]]:
         inputs, options = _parameters(name, score)
-        told = summary or (inspect.getdoc(score) or name).splitlines()[0]
+        line = summary or (inspect.getdoc(score) or name).splitlines()[0]
         build = lambda chosen: _ScorePruner(score, inputs, chosen)  # noqa: E731
-        spec = PrunerSpec(name, told, options, build, groups, nm, units, separable=True)
+        spec = PrunerSpec(name, line, options, build, groups, nm, units, separable=True)
 
         @hookimpl(specname="compressx_pruners")
         def offer() -> list[PrunerSpec]:

@@ -251,7 +251,7 @@ def refuse_lost_zeros(block: Block, masks: Mapping[str, MaskEntry]) -> None:
     for name, count in lost.items():
         if count:
             raise ArtifactError(
-                f"{name}: {count} weights that its mask drops are there again after pruning; look for hooks that write "
+                f"{name}: {count} weights that its mask drops are not zero after pruning; look for hooks that write to "
                 "it"
             )
 

@@ -32,7 +32,7 @@ from compressx.prompts.templates import around_text
 from compressx.recipe.sources import DatasetField
 from compressx.recipe.validation import Strict, conflict
 from compressx.runtime.cache import cached
-from compressx.runtime.errors import CalibrationError, RecipeError
+from compressx.runtime.errors import CalibrationError, RecipeError, one_line
 from compressx.runtime.quiet import quiet_libraries
 
 _log = logging.getLogger(__name__)
@@ -229,7 +229,9 @@ def run_tasks(
                     task_manager=manager,
                 )
         except OSError as error:
-            raise CalibrationError(f"lm_eval.tasks: the dataset of a task could not be fetched: {error}") from error
+            raise CalibrationError(
+                f"lm_eval.tasks: the dataset of a task could not be fetched: {one_line(str(error))}"
+            ) from error
         except OverflowError as error:
             raise CalibrationError("lm_eval.tasks: a perplexity overflows; the model's weights are broken") from error
     # The harness never changes a number of examples that a task sets to 0.

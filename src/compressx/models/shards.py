@@ -223,7 +223,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
         try:
             save_file(dict(tensors), beside, metadata={"format": "pt"})
         except SafetensorError as error:  # for example a full disk
-            raise ArtifactError(f"cannot write {path}: {error}; is the disk full?") from error
+            raise ArtifactError(f"cannot write {path}: {one_line(str(error))}; is the disk full?") from error
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
@@ -267,7 +267,7 @@ def save_model(model: Any, tokenizer: Any | None, folder: Path, tensors: Mapping
                 settings.to_json_file(folder / "generation_config.json", keys_to_pop=["compile_config"])
         # A full disk raises SafetensorError.
         except (SafetensorError, StrictDataclassError, ValueError, TypeError) as error:
-            raise ArtifactError(f"cannot save {type(model).__name__} to {folder}: {error}") from error
+            raise ArtifactError(f"cannot save {type(model).__name__} to {folder}: {one_line(str(error))}") from error
         if tokenizer is not None:
             try:
                 with quiet_libraries():
@@ -278,7 +278,7 @@ def save_model(model: Any, tokenizer: Any | None, folder: Path, tensors: Mapping
             except OSError:
                 raise
             except Exception as error:  # tokenizers raises a bare Exception for a full disk
-                raise ArtifactError(f"cannot save the tokenizer to {folder}: {error}") from error
+                raise ArtifactError(f"cannot save the tokenizer to {folder}: {one_line(str(error))}") from error
         for weights in folder.glob("*.safetensors"):
             weights.chmod(folder.stat().st_mode & 0o666)  # safetensors writes 0600, which other users cannot read
         sync_tree(folder)
@@ -352,7 +352,7 @@ def files_in(index: Path) -> dict[str, str]:
         with os_errors_named("read", index):
             files = dict(json.loads(regular(index).read_text(encoding="utf-8"))["weight_map"].items())
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        problem = f"{type(error).__name__}: {error}"
+        problem = one_line(f"{type(error).__name__}: {error}")
         raise ArtifactError(f"{index} is damaged, or not an index of shards: {problem}") from error
     for name in files.values() or ("",):
         plain = isinstance(name, str) and name.isprintable() and not name.startswith(".") and not {*name} & {*"/\\:"}

@@ -1,4 +1,4 @@
-"""What pruners that read the Hessian of a linear's inputs have in common."""
+"""What the pruners that read the Hessian have in common."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from compressx import Block, Hessian
 
 
 class HessianOptions(BaseModel):
-    """The options of all of them."""
+    """Options of every pruner that reads the Hessian."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -25,7 +25,7 @@ Options = TypeVar("Options", bound=HessianOptions)
 
 
 class HessianPruner(Generic[Options]):
-    """Observes X^T X."""
+    """A pruner that observes X^T X of each linear's inputs X [tokens, in_features]."""
 
     def __init__(self, options: Options) -> None:
         self.options = options
