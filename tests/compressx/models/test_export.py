@@ -462,7 +462,7 @@ def test_weights_for_which_there_is_no_room_are_an_error_that_names_the_path(ear
 @pytest.mark.parametrize(
     ("error", "message"),
     [(OSError(28, "No space left on device"), "cannot write {}/model: No space left on device; free some"),
-     (Exception("No space left (os error 28)"), "cannot save the tokenizer to {}/model: No space left")],
+     (Exception("No space\nleft (os error 28)"), r"cannot save the tokenizer to {}/model: No space\\nleft")],
     ids=["an error of the system", "as tokenizers say it"],
 )  # fmt: skip
 def test_a_full_disk_is_an_error_that_names_the_path(error: Exception, message: str, tmp_path: Path) -> None:

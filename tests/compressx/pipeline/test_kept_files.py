@@ -457,8 +457,8 @@ ASKED = {"model": {"path": "model"}, "prune": [MAGNITUDE], "output": "out"}
 @pytest.mark.parametrize(
     ("where", "error", "told"),
     [
-        ("transformers.PreTrainedConfig.save_pretrained", TypeError("not JSON serializable"),
-         "cannot save LlamaForCausalLM to .*: not JSON serializable"),
+        ("transformers.PreTrainedConfig.save_pretrained", TypeError("not JSON\nserializable"),
+         r"cannot save LlamaForCausalLM to .*: not JSON\\nserializable"),
         ("transformers.PreTrainedTokenizerBase.save_pretrained", ValueError("no such template"),
          "cannot save the tokenizer to .*: no such template"),
         ("shutil.copyfile", PermissionError(13, "Permission denied"),
