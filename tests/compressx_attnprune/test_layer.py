@@ -19,7 +19,7 @@ from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.stablelm.modeling_stablelm import StableLmLayerNormPerHead
 
-from compressx import NM, Block, Pattern, Unstructured, UnsupportedModelError
+from compressx import NM, Block, Pattern, Unstructured, UnsupportedModelError, find_projections
 from compressx.api.projections import parent
 from compressx.api.pruner import BlockCall
 from compressx.runtime.errors import RecipeError
@@ -288,3 +288,61 @@ def test_a_config_that_counts_heads_under_its_own_name_is_told_of_attribute_map(
 
     monkeypatch.setattr(OwnNames, "attribute_map", {"num_attention_heads": "heads", "hidden_size": "width"})
     layer.check(replace(block, config=OwnNames()), both(block))
+
+
+def split_by_hand(name: str, outputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Split what a fused weight puts out [..., rows] the way its model does, with 4 query heads of 16 features."""
+    kinds = {
+        "thirds": lambda: outputs.split([64, 64, 64], dim=-1),
+        "one key": lambda: outputs.split([64, 16, 16], dim=-1),
+        "two keys": lambda: outputs.split([64, 32, 32], dim=-1),
+        "by head": lambda: outputs.unflatten(-1, (4, 3, 16)).unbind(-2),
+        "by pair": lambda: [t.flatten(-3, -2) for t in outputs.unflatten(-1, (2, 4, 16)).split([2, 1, 1], dim=-2)],
+    }
+    query, key, value = (t.reshape(*outputs.shape[:-1], -1) for t in kinds[name]())
+    return query, key, value
+
+
+LAYOUTS = {
+    "gpt2": "thirds",
+    "gpt-neox": "by head",
+    "phi3": "two keys",
+    "falcon-grouped": "by pair",
+    "falcon": "one key",
+    "falcon-multi-head": "by head",
+    "bigcode-multi-query": "one key",
+    "bigcode-multi-head": "by head",
+    "persimmon": "by head",
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_rows_of_a_fused_weight_are_told_apart_and_each_has_one_role(layout: str):
+    recorded = blocks.record(layout)
+    projections = find_projections(recorded.block)
+    (name,) = blocks.targets(recorded.block)
+    assert projections.fused
+    expected = split_by_hand(LAYOUTS[layout], recorded.block.linears[name].module(recorded.x))
+    for rows, outputs in zip((projections.query, projections.key, projections.value), expected, strict=True):
+        assert rows.name == name
+        got = torch.nn.functional.linear(recorded.x, rows.weight, rows.bias)
+        torch.testing.assert_close(got, outputs)
+    index = torch.cat([rows.index for rows in (projections.query, projections.key, projections.value)])
+    assert index.dtype == torch.int64
+    assert torch.equal(index.sort().values, torch.arange(projections.query.linear.out_features)), "one role for each"
+
+
+def test_a_query_projection_of_twice_the_size_holds_queries_and_gates_head_by_head():
+    """Gates may also have a projection of their own."""
+    recorded = blocks.record("qwen3.5")
+    found = find_projections(recorded.block)
+    assert not found.fused
+    assert found.gate is not None
+    outputs = recorded.block.linears[found.query.name].module(recorded.x).unflatten(-1, (4, 2, 16))
+    for rows, part in ((found.query, outputs[..., 0, :]), (found.gate, outputs[..., 1, :])):
+        assert rows.name.endswith("q_proj")
+        torch.testing.assert_close(torch.nn.functional.linear(recorded.x, rows.weight, rows.bias), part.flatten(-2))
+    found = find_projections(blocks.skeleton("afmoe"))
+    assert found.gate is not None
+    assert found.gate.name == "model.layers.1.self_attn.gate_proj"
+    assert (found.query.index, found.gate.index) == (None, None)
