@@ -35,6 +35,7 @@ coverage: $(VENV)/.installed-dev
 format: $(VENV)/.installed-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+	$(BIN)/compressx schema > recipes/recipe.schema.json
 
 # Plants the faults of tests/planted one by one; the fast tests have to catch each. Half an hour; not in CI.
 planted: $(VENV)/.installed-dev

@@ -28,7 +28,7 @@ def committed() -> Draft202012Validator:
 def test_the_committed_schema_is_that_of_the_code_and_the_command_prints_it():
     offers = {key: {n: spec.options for n, spec in named.items()} for key, named in load_plugins().offers.items()}
     assert COMMITTED.read_text() == json.dumps(json_schema(offers), indent=1) + "\n", (
-        "the recipe has changed; write its schema anew: compressx schema > recipes/recipe.schema.json"
+        "the recipe has changed; `make format` writes its schema anew"
     )
     assert CliRunner().invoke(cli, ["schema"]).stdout == COMMITTED.read_text()
 

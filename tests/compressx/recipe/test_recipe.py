@@ -497,7 +497,7 @@ def test_an_override_changes_only_the_alias_it_names() -> None:
 @pytest.mark.parametrize(
     ("assignment", "message"),
     [("calibration.samplse=8", "unknown key 'samplse' in calibration; did you mean 'samples'? valid: "
-                               "bos, dataset, datasets, memory_limit, samples, seed, sequence_length"),
+                               "batch_size, bos, dataset, datasets, memory_limit, samples, seed, sequence_length"),
      ("prune.0.sparsity=4", f"prune[0].sparsity is 4; expected at most 1: {_ZEROS}"),
      ("prune[-1].sparsity=0.4", "prune takes an index from 0 to 1; got '-1'"),
      ("prune.first=1", "prune takes an index from 0 to 1; got 'first'"),
