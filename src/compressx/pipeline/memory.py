@@ -36,7 +36,7 @@ from compressx.runtime.modes import deterministic, reuse_freed_memory, torchs_ow
 from compressx.runtime.timing import forget_peaks
 from compressx.stages.log import run_log
 from compressx.stages.state import Progress, RunState
-from compressx.stages.store import InMemoryStore
+from compressx.stages.store import Store
 from compressx.training.stage import learns_from_dense
 
 _DENSE_STAGES = ("load", "calibrate", "evaluate dense", "allocate")
@@ -108,7 +108,7 @@ def prune(
         # Compiled modules call no hooks. Where torch's compiler is not imported, which takes seconds, there are none.
         eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()
         with eager, TemporaryDirectory(prefix="compressx-") as folder:
-            state.store = InMemoryStore(Path(folder))
+            state.store = Store(Path(folder))
             work = deepcopy(model) if copy else model
             with evaluation_mode(model), evaluation_mode(work):
                 prepare(state)

@@ -26,7 +26,7 @@ from compressx.runtime.modes import deterministic, reuse_freed_memory, torchs_ow
 from compressx.runtime.timing import Timing, forget_peaks, peak_gpu_bytes, peak_resident_bytes, synchronize
 from compressx.stages.log import run_log
 from compressx.stages.state import Progress, RunState, StageName
-from compressx.stages.store import InMemoryStore
+from compressx.stages.store import Store
 
 _BEFORE = 2
 """Dense blocks that the text passes before a block that is timed: enough for plausible inputs."""
@@ -94,7 +94,7 @@ def time_run(state: RunState, progress: Progress | None = None) -> RunTime:
         state = replace(state, loaded=loaded, log=log, timing=Timing("load"), progress=tell, replace=False)
         state.plan, state.store, state.open = (
             _without_depth(asked),
-            InMemoryStore(Path(folder)),
+            Store(Path(folder)),
             cache(lambda: open_model_of(state)),
         )
         with deterministic(recipe.deterministic, state.device), memory_advised(state):

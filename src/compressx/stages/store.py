@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from pydantic import TypeAdapter
 from torch import Tensor
@@ -60,61 +60,16 @@ _DAMAGE = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
 """Errors of reading data that no run has written."""
 
 
-class Store(Protocol):
-    """The finished blocks of a run.
+class Store:
+    """The finished blocks of a run, in memory: it cannot be resumed.
 
     Attributes:
+        blocks: a folder for large temporary files.
         finished: names of the finished blocks, in order.
         allocated: the chosen sparsities; None before they are chosen.
         measured: what an allocation has measured so far, in JSON types; empty once it has chosen.
         scores: of decoder blocks that may be dropped, by name; empty before they are measured.
         chosen: the names of those that are dropped, each with the divergence that it reached.
-        blocks: a folder for large temporary files.
-    """
-
-    finished: list[str]
-    allocated: Allocated | None
-    measured: Mapping[str, Any]
-    scores: Mapping[str, float]
-    chosen: Mapping[str, float]
-    blocks: Path
-
-    def allocate(self, allocated: Allocated) -> None:
-        """Keep the chosen sparsities."""
-
-    def measure(self, measured: Mapping[str, Any]) -> None:
-        """Keep what an allocation has measured so far; called by the first process alone."""
-
-    def score(self, scores: Mapping[str, float], chosen: Mapping[str, float]) -> None:
-        """Keep the scores of decoder blocks, and those that were chosen."""
-
-    def recording(self, access: Access) -> AbstractContextManager[None]:
-        """Return a context manager within which blocks are added; at its end all are kept."""
-
-    def add(
-        self, access: Access, report: BlockReport, matrices: Sequence[Matrices], masks: Mapping[str, MaskEntry],
-        hidden: HiddenStates,
-    ) -> None:  # fmt: skip
-        """Keep a pruned block: its report, what is drawn of it, its masks, and the next block's hidden states."""
-
-    def restore(self, access: Access, keep: KeepStates) -> tuple[list[BlockReport], list[Matrices], HiddenStates]:
-        """Return to the state after the last finished block."""
-
-    def masks_of(self, fqn: str) -> Mapping[str, MaskEntry]:
-        """Return the masks of a finished block; ArtifactError if their file is missing or damaged."""
-
-    def finish(self) -> None:
-        """Join the masks of all blocks, once all are finished."""
-
-    def masks(self) -> MaskSet:
-        """Return the masks of all blocks, once they are joined."""
-
-
-class InMemoryStore(Store):
-    """The finished blocks of a run that cannot be resumed.
-
-    Args:
-        blocks: a folder for large temporary files.
     """
 
     def __init__(self, blocks: Path) -> None:
@@ -126,44 +81,47 @@ class InMemoryStore(Store):
         self.chosen: Mapping[str, float] = {}
         self._masks: list[PackedMasks] = []
 
-    @override
     def allocate(self, allocated: Allocated) -> None:
-        self.allocated = allocated
+        """Keep the chosen sparsities."""
+        self.allocated, self.measured = allocated, {}  # what was measured is needed no more
 
-    @override
     def measure(self, measured: Mapping[str, Any]) -> None:
-        pass
+        """Keep what an allocation has measured so far; called by the first process alone."""
+        self.measured = measured
 
-    @override
     def score(self, scores: Mapping[str, float], chosen: Mapping[str, float]) -> None:
+        """Keep the scores of decoder blocks, and those that were chosen."""
         self.scores, self.chosen = scores, chosen
 
-    @override
-    def recording(self, access: Access) -> AbstractContextManager[None]:
+    def recording(self, access: Access) -> AbstractContextManager[None]:  # noqa: ARG002 - a journal's
+        """Return a context manager within which blocks are added; at its end all are kept."""
         return nullcontext()
 
-    @override
     def add(
-        self, access: Access, report: BlockReport, matrices: Sequence[Matrices], masks: Mapping[str, MaskEntry],
-        hidden: HiddenStates,
-    ) -> None:  # fmt: skip
+        self,
+        access: Access,  # noqa: ARG002 - these three are a journal's
+        report: BlockReport,
+        matrices: Sequence[Matrices],  # noqa: ARG002
+        masks: Mapping[str, MaskEntry],
+        hidden: HiddenStates,  # noqa: ARG002
+    ) -> None:
+        """Keep a pruned block: its report, what is drawn of it, its masks, and the next block's hidden states."""
         self.finished.append(report.fqn)
         self._masks.append(PackedMasks.of(masks))
 
-    @override
     def restore(self, access: Access, keep: KeepStates) -> tuple[list[BlockReport], list[Matrices], HiddenStates]:
-        return [], [], HiddenStates(())
+        """Return to the state after the last finished block: its reports, what is drawn, and the hidden states."""
+        raise NotImplementedError  # without a journal nothing is finished before a run
 
-    @override
     def masks_of(self, fqn: str) -> Mapping[str, MaskEntry]:
+        """Return the masks of a finished block; ArtifactError if their file is missing or damaged."""
         return self._masks[self.finished.index(fqn)]
 
-    @override
     def finish(self) -> None:
-        pass
+        """Join the masks of all blocks, once all are finished."""
 
-    @override
     def masks(self) -> MaskSet:
+        """Return the masks of all blocks, once they are joined."""
         return MaskSet(PackedMasks.joined(self._masks))
 
 
@@ -183,17 +141,12 @@ class Journal(Store):
     def __init__(
         self, folder: Path, fingerprint: Mapping[str, Any], ranks: Ranks = ALONE, timing: Timing | None = None
     ) -> None:
+        super().__init__(folder / BLOCKS)
         self.ranks = ranks
         self.timing = timing or Timing("prune")
         self.state = folder / STATE
-        self.blocks = folder / BLOCKS
         self._joined = folder / "masks.safetensors"
         self.fingerprint = fingerprint
-        self.finished: list[str] = []
-        self.allocated: Allocated | None = None
-        self.measured: Mapping[str, Any] = {}
-        self.scores: Mapping[str, float] = {}
-        self.chosen: Mapping[str, float] = {}
         self._cost, self._since = 0.0, time.perf_counter()  # seconds of the last writing of states, and when it ended
         self._outdated = False  # whether hidden states of earlier blocks are still to be deleted
         if self.state.exists():
@@ -203,17 +156,17 @@ class Journal(Store):
 
     @override
     def allocate(self, allocated: Allocated) -> None:
-        self.allocated, self.measured = allocated, {}  # which are needed no more
+        super().allocate(allocated)
         self._write()
 
+    @override
     def measure(self, measured: Mapping[str, Any]) -> None:
-        """Record what an allocation has measured so far; the other processes wait for what it chooses."""
-        self.measured = measured
-        self._record()()
+        super().measure(measured)
+        self._record()()  # without a barrier: the other processes wait for what it chooses
 
     @override
     def score(self, scores: Mapping[str, float], chosen: Mapping[str, float]) -> None:
-        self.scores, self.chosen = scores, chosen
+        super().score(scores, chosen)
         self._write()
 
     @contextmanager

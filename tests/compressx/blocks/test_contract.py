@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 from tests.accelerator import pretended_accelerator
-from tests.compressx.blocks.test_prune import Spy, pruned, spec_of
+from tests.compressx.blocks.test_prune import Spy, pruned
+from tests.compressx.plans import spec_of
 from torch import nn
 
 from compressx import (

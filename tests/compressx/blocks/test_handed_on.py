@@ -8,6 +8,7 @@ import pytest
 import torch
 from tests.accelerator import pretended_accelerator
 from tests.compressx.built_in import BUILT_IN
+from tests.compressx.plans import plan_all
 
 from compressx.api.patterns import Unstructured
 from compressx.blocks.fisher import drawn_labels, gradients
@@ -15,7 +16,7 @@ from compressx.blocks.prune import PrunedBlock, prune_model
 from compressx.models.access import InMemory
 from compressx.models.architecture import architecture_of
 from compressx.models.blockwise import HiddenStates, advance, capture, each_block, passes, run_around
-from compressx.planning.plan import Plan, PlannedLinear, PlannedRule
+from compressx.planning.plan import Plan
 from compressx.recipe.sections import ReconstructBlock
 from compressx.runtime.errors import UnsupportedModelError
 from compressx.testing import TINY_CONFIGS, tiny_tokens
@@ -42,10 +43,7 @@ def gemma4(*, shared: int = 2) -> Any:
 
 
 def plan(model: Any, **planned: Any) -> Plan:
-    found, rule = architecture_of(model), PlannedRule(0, SPEC, SPEC.options(), None, None)
-    half = Unstructured(0.5, "layer")
-    linears = [PlannedLinear(n, found.block_of(n), tuple(x.weight.shape), rule, half) for n, x in found.linears.items()]
-    return Plan(tuple(linears), {}, (rule,), needs_calibration=True, **planned)
+    return plan_all(model, SPEC, Unstructured(0.5, "layer"), **planned)
 
 
 def pruned(model: Any, **planned: Any) -> list[PrunedBlock]:

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from pydantic import BaseModel
 from tests.accelerator import pretended_accelerator
 from tests.compressx.mixtures import mixture
+from tests.compressx.plans import plan_all, spec_of
 from torch import Tensor, nn
 
-from compressx import PluginError, PruneResult, PrunerSpec
+from compressx import PluginError, PruneResult
 from compressx.api.patterns import Unstructured, keep_mask
 from compressx.api.pruner import Block, Linear
 from compressx.api.statistics import Hessian
@@ -24,12 +24,7 @@ from compressx.models.access import InMemory
 from compressx.models.architecture import architecture_of
 from compressx.models.arithmetic import matmuls_in
 from compressx.models.blockwise import BlockRun, capture, each_block
-from compressx.planning.plan import Plan, PlannedLinear, PlannedRule
 from compressx.testing import tiny_model, tiny_tokens
-
-
-class NoOptions(BaseModel):
-    pass
 
 
 class Recorded(Hessian):
@@ -64,15 +59,10 @@ class Looking:
 )
 def test_a_hessian_is_summed_in_float32_whatever_dtype_the_block_multiplies_in(weights, products):
     model, pruner = tiny_model("llama").to(weights), Looking()
-    spec = PrunerSpec("looking", "for a test", NoOptions, lambda _: pruner)
-    rule, found = PlannedRule(0, spec, NoOptions(), None, None), architecture_of(model)
-    linears = tuple(
-        PlannedLinear(n, found.block_of(n), tuple(x.weight.shape), rule, Unstructured(0.5))
-        for n, x in found.linears.items()
-    )
-    for _ in prune_model(InMemory(model, products), Plan(linears, {}, (rule,), True), [tiny_tokens()] * 2):
+    plan = plan_all(model, spec_of(pruner), Unstructured(0.5))
+    for _ in prune_model(InMemory(model, products), plan, [tiny_tokens()] * 2):
         pass
-    assert len(pruner.deviations) == len(linears)
+    assert len(pruner.deviations) == len(plan.linears)
     assert max(pruner.deviations) < 1e-5, "rounded to bfloat16 they would be .002 off"
 
 
@@ -90,18 +80,12 @@ def test_a_statistic_that_changes_its_input_in_place_is_refused(device: str):
         def observe(self, block: Any, name: str) -> Recorded:
             return Centred(block.linears[name].in_features)
 
-    spec = PrunerSpec("centring", "for a test", NoOptions, lambda _: Centring())
-    rule = PlannedRule(0, spec, NoOptions(), None, None)
+    spec = spec_of(Centring(), "centring")
     message = r"statistic of pruner 'centring' changed its input on model\.layers\.0\.self_attn\.q_proj in place"
     with pretended_accelerator():
         model = tiny_model("llama").to(device)
-        found = architecture_of(model)
-        linears = tuple(
-            PlannedLinear(n, found.block_of(n), tuple(x.weight.shape), rule, Unstructured(0.5))
-            for n, x in found.linears.items()
-        )
         with pytest.raises(PluginError, match=message):
-            list(prune_model(InMemory(model), Plan(linears, {}, (rule,), True), [tiny_tokens()]))
+            list(prune_model(InMemory(model), plan_all(model, spec, Unstructured(0.5)), [tiny_tokens()]))
 
 
 @pytest.mark.parametrize("products", [None, torch.float32, torch.float16], ids=str)

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from pydantic import BaseModel
 from tests.accelerator import pretended_accelerator
 from tests.compressx.built_in import BUILT_IN
+from tests.compressx.plans import NoOptions, plan_all, spec_of
 from tests.compressx.references import mean_error
 from tests.pairs import pairs
 
@@ -26,21 +26,13 @@ from compressx.masks.maskset import MaskSet
 from compressx.models.access import InMemory
 from compressx.models.architecture import architecture_of
 from compressx.models.blockwise import capture_calls, replay
-from compressx.planning.plan import Plan, PlannedLinear, PlannedRule
+from compressx.planning.plan import Plan, PlannedRule
 from compressx.runtime.errors import CalibrationError
 from compressx.runtime.ranks import Ranks
 from compressx.testing import TINY_CONFIGS, tiny_model, tiny_tokens
 
 SPECS = {name: BUILT_IN[name] for name in ("magnitude", "wanda", "sparsegpt", "alps")}
 HALF, ROW = Unstructured(0.5, "layer"), Unstructured(0.5, "row")
-
-
-class NoOptions(BaseModel):
-    pass
-
-
-def spec_of(pruner: object, name: str = "other", **fields: object) -> PrunerSpec:
-    return PrunerSpec(name, "for a test", NoOptions, lambda _: pruner, **fields)  # type: ignore[arg-type]
 
 
 def by_magnitude(linear, pattern, **shown):
@@ -59,19 +51,6 @@ class Spy:
     def prune(self, block, patterns, stats):
         self.given |= stats
         return {n: self.make(block.linears[n], p) for n, p in patterns.items()}
-
-
-def plan_all(model, spec, pattern, *, only="", reconstructor=None, outside=False) -> Plan:
-    """Plan one rule over every linear whose name contains `only`."""
-    found = architecture_of(model)
-    rule = PlannedRule(0, spec, spec.options(), reconstructor, reconstructor and reconstructor.options())
-    every = {**found.linears, **(found.outside if outside else {})}
-    linears = tuple(
-        PlannedLinear(n, found.block_of(n) if n in found.linears else "", tuple(x.weight.shape), rule, pattern)
-        for n, x in every.items()
-        if only in n
-    )
-    return Plan(linears, {}, (rule,), needs_calibration=True)
 
 
 def plan_two(model, attention: PrunerSpec, mlp: PrunerSpec) -> Plan:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.compressx.blocks.test_prune import spec_of
+from tests.compressx.plans import plan_all, spec_of
 from tests.compressx.processes import in_two, joined
 
 from compressx import NoOptions, PruneResult
@@ -21,7 +21,7 @@ from compressx.blocks.select import combined, decide_all
 from compressx.models.access import InMemory
 from compressx.models.architecture import architecture_of
 from compressx.models.blockwise import each_block
-from compressx.planning.plan import Plan, PlannedLinear, PlannedRule
+from compressx.planning.plan import PlannedRule
 from compressx.runtime.ranks import Ranks
 from compressx.testing import tiny_model, tiny_tokens
 
@@ -63,12 +63,7 @@ def test_seconds_of_a_linear_are_those_of_its_work_and_not_of_asking_for_it(sepa
         monkeypatch.setattr(module, "synchronize", gpu.synchronize)
     model = tiny_model("llama")
     spec = spec_of(Asking(gpu), separable=separable)
-    rule, found = PlannedRule(0, spec, NoOptions(), None, None), architecture_of(model)
-    linears = tuple(
-        PlannedLinear(n, found.block_of(n), tuple(x.weight.shape), rule, Unstructured(0.5))
-        for n, x in found.linears.items()
-    )
-    blocks = list(prune_model(InMemory(model), Plan(linears, {}, (rule,), True), [tiny_tokens()]))
+    blocks = list(prune_model(InMemory(model), plan_all(model, spec, Unstructured(0.5)), [tiny_tokens()]))
     for block in blocks:
         layers = block.report.layers
         assert sum(layer.seconds for layer in layers) == pytest.approx(10.0 * len(layers))
