@@ -17,9 +17,11 @@ _TYPES = {
     for kind in re.findall(r"`(\w+)`", types)
 }
 
+
 def test_the_page_has_types_that_keep_zeros_and_types_that_lose_them() -> None:
     assert set(_TYPES.values()) == {"kept", "lost"}
     assert {"F16", "Q8_0", "Q4_0", "Q5_0", "Q4_1", "Q5_1"} <= set(_TYPES)
+
 
 @pytest.mark.parametrize("kind", _TYPES)
 def test_zeros_are_kept_or_lost_by_a_type_of_gguf_as_the_page_says(kind: str) -> None:
