@@ -38,7 +38,7 @@ from compressx_attnprune.attention import Pair
 from compressx_attnprune.baselines import Budget
 from compressx_attnprune.losses import Loss, MatrixLoss, OutputLoss, relative_errors
 from compressx_attnprune.options import HELD_OUT
-from compressx_attnprune.solver import QueryKeyLayer, Text
+from compressx_attnprune.solver import QueryKeyLayer
 from kept import same_settings
 from loaded import load
 
@@ -176,11 +176,11 @@ def measure(
         losses: dict[str, Loss] = {"attention-matrix": MatrixLoss(attention), "attention-output": of_output}
         seen, measured_on = x[: len(calibration)], x[len(calibration) :]
         held_out = max(1, round(HELD_OUT * len(seen)))
-        text = Text(seen[:-held_out], seen[-held_out:])
+        texts = (seen[:-held_out], seen[-held_out:])
         dense = (projections.query.weight, projections.key.weight)
         for method, sparsity in cells:
             # A separate layer for each, so that the time includes all statistics of a method.
-            task = QueryKeyLayer(losses[arguments.objective], text, dense)
+            task = QueryKeyLayer(losses[arguments.objective], *texts, dense)
             case = Case(task, sparsity, measured_on, of_output)
             started = time.perf_counter()
             pruned = METHODS[method](case)

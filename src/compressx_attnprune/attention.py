@@ -28,39 +28,23 @@ ROWS = 128
 
 @dataclass(frozen=True, eq=False)
 class _RowBlock:
-    """A block of query rows and the keys that they attend to.
+    """A block of query rows and the keys that they attend to."""
 
-    Attributes:
-        queries: the rows.
-        keys: from the first key visible to the first row to the last row's own.
-        bias: 0 where a key is visible and -inf elsewhere, [rows, columns], for the last `columns` keys; earlier keys
-            are visible to every row.
-    """
-
-    queries: slice
-    keys: slice
-    bias: Tensor
+    queries: slice  # the rows
+    keys: slice  # from the first key visible to the first row to the last row's own
+    bias: Tensor  # [rows, columns], 0 or -inf where a key is hidden, of the last `columns` keys; all see earlier ones
 
 
 @dataclass(frozen=True, eq=False)
 class Norm:
-    """Norm of queries or keys [batch, heads, tokens, head_dim]: `gain * u / sqrt(mean(u^2) + eps) + shift`.
+    """Norm of queries or keys [batch, heads, tokens, head_dim]: `gain * u / sqrt(mean(u^2) + eps) + shift`."""
 
-    Attributes:
-        gain: [head_dim], or [heads, 1, head_dim] for separate gains per head.
-        eps: added to the mean square.
-        shift: of the gain's shape, or None.
-        centered: whether the mean is subtracted first: LayerNorm (StableLM, Cohere), not RMSNorm (Qwen3, Gemma 3).
-        whole: whether the means are over all heads of a token (OLMo 2), not per head.
-        last: whether it comes after the rotary embedding (HunYuan), not before.
-    """
-
-    gain: Tensor
+    gain: Tensor  # [head_dim], or [heads, 1, head_dim] for separate gains per head
     eps: float
-    shift: Tensor | None = None
-    centered: bool = False
-    whole: bool = False
-    last: bool = False
+    shift: Tensor | None = None  # of the gain's shape
+    centered: bool = False  # the mean is subtracted first: LayerNorm (StableLM, Cohere), not RMSNorm (Qwen3, Gemma 3)
+    whole: bool = False  # means are over all heads of a token (OLMo 2), not per head
+    last: bool = False  # it comes after the rotary embedding (HunYuan), not before
 
     def forward(self, u: Tensor) -> Tensor:
         """Normalise [batch, heads, tokens, head_dim]."""
@@ -87,16 +71,10 @@ class Norm:
 
 @dataclass(frozen=True, eq=False)
 class Projection:
-    """One side, query or key.
+    """One side, query or key."""
 
-    Attributes:
-        heads: number of heads, consecutive in its weight.
-        bias: [heads * head_dim], or None.
-        norm: the norm between projection and rotary embedding, or None.
-    """
-
-    heads: int
-    bias: Tensor | None = None
+    heads: int  # consecutive in its weight
+    bias: Tensor | None = None  # [heads * head_dim]
     norm: Norm | None = None
 
 
@@ -133,88 +111,78 @@ class Attention:
     gate: tuple[Tensor, Tensor | None] | None = None
 
     @property
+    def sides(self) -> tuple[Projection, Projection]:
+        """Both sides, in the order of a pair."""
+        return self.query, self.key
+
+    @property
     def groups(self) -> int:
         """Number of query heads per key head."""
         return self.query.heads // self.key.heads
-
-    def with_scores(self, share: float) -> Attention:
-        """Return an attention whose scores, before a softcap, are this share of them."""
-        return replace(self, scaling=share * self.scaling)
 
     def first(self, tokens: int) -> Attention:
         """Return the attention restricted to the first tokens."""
         return replace(self, rotary=None if self.rotary is None else (self.rotary[0][:tokens], self.rotary[1][:tokens]))
 
 
-def project(attention: Attention, side: Projection, x: Tensor, weight: Tensor) -> Tensor:
-    """Apply a side's weight and bias and split the heads: queries or keys before norm and rotary embedding."""
-    flat = torch.nn.functional.linear(x, weight, side.bias)  # [batch, tokens, heads * head_dim]
-    return flat.view(*flat.shape[:2], side.heads, attention.head_dim).transpose(1, 2)
+def project(attention: Attention, x: Tensor, weights: Pair) -> Pair:
+    """Apply weights and biases and split the heads: queries and keys before norm and rotary embedding."""
+    query, key = (_heads(x, w, side.bias, side.heads) for side, w in zip(attention.sides, weights, strict=True))
+    return query, key
 
 
-def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
-    """Backpropagate a gradient of `project`'s result [batch, heads, tokens, head_dim] to its weight."""
-    flat = grad.transpose(1, 2).flatten(2)  # [batch, tokens, heads * head_dim]
-    return flat.flatten(0, 1).T @ x.flatten(0, 1)
+def place(attention: Attention, projected: Pair) -> Pair:
+    """Apply norms and rotary embedding to `project`'s result."""
+    query, key = (_placed(attention, side.norm, u) for side, u in zip(attention.sides, projected, strict=True))
+    return query, key
 
 
-def place(attention: Attention, side: Projection, u: Tensor) -> Tensor:
-    """Apply a side's norm and rotary embedding to `project`'s result."""
-    if side.norm is None:
+def place_backward(attention: Attention, projected: Pair, grads: Pair) -> Pair:
+    """Return the gradients of `place`'s argument for those of its result."""
+    query, key = (
+        _placed_backward(attention, side.norm, u, grad)
+        for side, u, grad in zip(attention.sides, projected, grads, strict=True)
+    )
+    return query, key
+
+
+def queries_and_keys(attention: Attention, x: Tensor, weights: Pair) -> Pair:
+    """Compute queries and keys after norm and rotary embedding; differentiable in inputs and weights."""
+    return place(attention, project(attention, x, weights))
+
+
+def _heads(x: Tensor, weight: Tensor, bias: Tensor | None, heads: int) -> Tensor:
+    flat = torch.nn.functional.linear(x, weight, bias)  # [batch, tokens, heads * head_dim]
+    return flat.view(*flat.shape[:2], heads, -1).transpose(1, 2)
+
+
+def _placed(attention: Attention, norm: Norm | None, u: Tensor) -> Tensor:
+    if norm is None:
         return _rotated(attention, u)
-    return side.norm.forward(_rotated(attention, u)) if side.norm.last else _rotated(attention, side.norm.forward(u))
+    return norm.forward(_rotated(attention, u)) if norm.last else _rotated(attention, norm.forward(u))
 
 
-def place_backward(attention: Attention, side: Projection, u: Tensor, grad: Tensor) -> Tensor:
-    """Return the gradient of `place`'s argument `u` for that of its result."""
-    if side.norm is not None and side.norm.last:
-        return _rotated_backward(attention, side.norm.backward(_rotated(attention, u), grad))
-    grad = _rotated_backward(attention, grad)
-    return grad if side.norm is None else side.norm.backward(u, grad)
+def _placed_backward(attention: Attention, norm: Norm | None, u: Tensor, grad: Tensor) -> Tensor:
+    if norm is not None and norm.last:
+        return _rotated(attention, norm.backward(_rotated(attention, u), grad), back=True)
+    grad = _rotated(attention, grad, back=True)
+    return grad if norm is None else norm.backward(u, grad)
 
 
-def _rotated(attention: Attention, u: Tensor) -> Tensor:
+def _rotated(attention: Attention, u: Tensor, *, back: bool = False) -> Tensor:
+    """Apply the rotary embedding, or its transpose."""
     if attention.rotary is None:
         return u
-    cos, sin = attention.rotary
+    (cos, sin), interleaved = attention.rotary, attention.rotary_interleaved
     turned, rest = u[..., : cos.shape[-1]], u[..., cos.shape[-1] :]
-    return torch.cat([turned * cos + quarter_turn(turned, attention.rotary_interleaved) * sin, rest], dim=-1)
-
-
-def _rotated_backward(attention: Attention, grad: Tensor) -> Tensor:
-    if attention.rotary is None:
-        return grad
-    cos, sin = attention.rotary
-    turned, rest = grad[..., : cos.shape[-1]], grad[..., cos.shape[-1] :]
     # The transpose of a quarter turn is its negative.
-    return torch.cat([turned * cos - quarter_turn(turned * sin, attention.rotary_interleaved), rest], dim=-1)
-
-
-def project_pair(attention: Attention, x: Tensor, query: Tensor, key: Tensor) -> Pair:
-    """Apply `project` to both sides' weights."""
-    return project(attention, attention.query, x, query), project(attention, attention.key, x, key)
-
-
-def place_pair(attention: Attention, projected: Pair) -> Pair:
-    """Apply `place` to both sides."""
-    return place(attention, attention.query, projected[0]), place(attention, attention.key, projected[1])
-
-
-def place_pair_backward(attention: Attention, projected: Pair, grads: Pair) -> Pair:
-    """Apply `place_backward` to both sides."""
-    (query, key), (dq, dk) = projected, grads
-    return place_backward(attention, attention.query, query, dq), place_backward(attention, attention.key, key, dk)
-
-
-def queries_and_keys(attention: Attention, x: Tensor, query: Tensor, key: Tensor) -> Pair:
-    """Compute queries and keys after norm and rotary embedding; differentiable in inputs and weights."""
-    return place_pair(attention, project_pair(attention, x, query, key))
+    across = -quarter_turn(turned * sin, interleaved) if back else quarter_turn(turned, interleaved) * sin
+    return torch.cat([turned * cos + across, rest], dim=-1)
 
 
 def values(attention: Attention, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Compute the values after their norm, one head for each key head; weight [h_kv * value_dim, in_features]."""
-    flat = torch.nn.functional.linear(x, weight, bias)  # [batch, tokens, h_kv * value_dim]
-    heads = flat.view(*flat.shape[:2], attention.key.heads, -1).transpose(1, 2)
+    heads = _heads(x, weight, bias, attention.key.heads)
     return heads if attention.value_norm is None else attention.value_norm.forward(heads)
 
 
@@ -321,12 +289,7 @@ def mixed_by_rows(attention: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tens
 def mixed_backward(attention: Attention, q: Tensor, k: Tensor, v: Tensor, of_mixed: Tensor) -> Pair:
     """Backpropagate a gradient of P v to queries and keys, with four tokens x tokens products to autograd's seven.
 
-    Args:
-        attention: the layer.
-        q: queries.
-        k: keys.
-        v: values.
-        of_mixed: the gradient of all heads beside each other, [batch, tokens, h * value_dim].
+    `of_mixed` is the gradient of all heads beside each other, [batch, tokens, h * value_dim].
     """
     grad = of_mixed.view(*of_mixed.shape[:2], attention.query.heads, -1).transpose(1, 2)
 

@@ -22,23 +22,13 @@ _DAMPING = 0.01  # as published for SparseGPT
 
 @dataclass(frozen=True)
 class Budget:
-    """How many weights of query and key are kept, and which of them compete.
-
-    Attributes:
-        query: pattern of the query projection.
-        key: pattern of the key projection.
-    """
+    """The patterns of query and key: how many weights are kept, and which of them compete."""
 
     query: Pattern
     key: Pattern
 
     def choose(self, scores: Pair, known_finite: bool = False) -> Pair:
-        """Turn scores into masks (True = keep).
-
-        Args:
-            scores: [heads * head_dim, in_features] for each; the lowest are dropped.
-            known_finite: as for `keep_masks`.
-        """
+        """Turn scores [heads * head_dim, in_features] into masks (True = keep), as `keep_masks` does."""
         patterns = {"query": self.query, "key": self.key}
         query, key = keep_masks({"query": scores[0], "key": scores[1]}, patterns, known_finite=known_finite).values()
         return query, key
@@ -51,13 +41,9 @@ class Budget:
 
 @dataclass(frozen=True, eq=False)
 class InputStatistics:
-    """Statistics of a layer's inputs for both methods, computed on first use and shared by all budgets.
+    """Statistics of a layer's inputs for both methods, computed on first use and shared by all budgets."""
 
-    Attributes:
-        x: [sequences, tokens, in_features] in any float dtype.
-    """
-
-    x: Tensor
+    x: Tensor  # [sequences, tokens, in_features] in any float dtype
 
     @cached_property
     def norms(self) -> Tensor:
@@ -66,11 +52,6 @@ class InputStatistics:
         for part in parts(self.x):
             squares += part.flatten(0, 1).square_().sum(dim=0, dtype=torch.float64)
         return squares.sqrt()
-
-    @cached_property
-    def dead(self) -> Tensor:
-        """Features that are always zero, bool [in_features]."""
-        return self.norms == 0
 
     @cached_property
     def factor(self) -> Tensor:
@@ -94,15 +75,11 @@ def sparsegpt(weights: Pair, inputs: InputStatistics, budget: Budget) -> tuple[P
 
     Returns:
         Masks and weights.
-
-    Raises:
-        compressx.numerics.obs.NotPositiveDefiniteError: the Hessian cannot be factored.
     """
     if isinstance(budget.query, NM):  # the sweep selects group by group
-        of_query, of_key = (
-            sparsegpt_rows(w, inputs, p) for w, p in zip(weights, (budget.query, budget.key), strict=True)
-        )
-        return (of_query[0], of_key[0]), (of_query[1], of_key[1])
+        sides = zip(weights, (budget.query, budget.key), strict=True)
+        (keep_q, query), (keep_k, key) = (sparsegpt_rows(w, inputs, pattern) for w, pattern in sides)
+        return (keep_q, keep_k), (query, key)
     pattern = Unstructured(budget.query.sparsity, "row")
     both = torch.cat(weights)  # one sweep for both: its cost depends on the columns
     swept, updated = sparsegpt_rows(both, inputs, pattern)
@@ -117,7 +94,7 @@ def sparsegpt(weights: Pair, inputs: InputStatistics, budget: Budget) -> tuple[P
 
 def sparsegpt_rows(weight: Tensor, inputs: InputStatistics, pattern: Pattern) -> tuple[Tensor, Tensor]:
     """Prune one weight [out_features, in_features] by SparseGPT; return its mask and the new weight."""
-    return sweep(weight, inputs.factor, pattern, inputs.dead)
+    return sweep(weight, inputs.factor, pattern, inputs.norms == 0)
 
 
 def _row_ranks(scores: Tensor) -> Tensor:

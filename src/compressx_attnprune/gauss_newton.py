@@ -20,47 +20,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from compressx.numerics.least_squares import ratio
 from compressx_attnprune.attention import Pair
 from compressx_attnprune.losses import SEQUENCES, Loss, parts
 
 
 @dataclass(frozen=True, eq=False)
 class Curvature:
-    """One side's Gauss-Newton matrix, `rows[h] ⊗ inputs[h]` for each head.
+    """One side's Gauss-Newton matrix, `rows[h] ⊗ inputs[h]` for each head."""
 
-    Attributes:
-        rows: [heads, head_dim, head_dim], each of trace one.
-        inputs: [heads, in_features, in_features].
-    """
-
-    rows: Tensor
-    inputs: Tensor
-
-    @contextmanager
-    def damped(self, damping: float) -> Iterator[Curvature]:
-        """Add a fraction of each factor's mean diagonal to its diagonal in a `with`, ten times more for `rows`.
-
-        The row factor is small and well measured, but often close to rank one. This is done in place, because a copy
-        of `inputs` would take as much memory again, and taken back exactly.
-        """
-        diagonals = [factor.diagonal(dim1=1, dim2=2) for factor in (self.rows, self.inputs)]
-        measured = [diagonal.clone() for diagonal in diagonals]
-        for diagonal, fraction in zip(diagonals, (10.0 * damping, damping), strict=True):
-            mean = diagonal.mean(dim=1, keepdim=True)
-            # A head without influence (one token, or equal probabilities) still needs an invertible factor.
-            diagonal.add_(torch.where(mean > 0, fraction * mean, 1.0))
-        try:
-            yield self
-        finally:
-            for diagonal, before in zip(diagonals, measured, strict=True):
-                diagonal.copy_(before)
+    rows: Tensor  # [heads, head_dim, head_dim], each of trace one
+    inputs: Tensor  # [heads, in_features, in_features]
 
     def scale(self) -> Tensor:
         """Return the square root of the diagonal, [heads, head_dim, in_features]."""
@@ -102,15 +79,14 @@ def measured_curvature(
         x: [sequences, tokens, in_features] in any float dtype.
         weights: the dense weights.
         probes: random sign draws per sequence.
-        tokens: share of the tokens that `inputs` are summed over, sampled per head; 1 takes all.
-        halfway: weight of the curvature at half of the scores.
+        tokens: as `TOKENS`, sampled per head; 1 takes all.
+        halfway: as `HALFWAY`.
         seed: of the signs and samples.
     """
-    attention = loss.attention
-    sides = (attention.query, attention.key)
+    head_dim, sides = loss.attention.head_dim, loss.attention.sides
     unit: Tensor | None = None
     generator = torch.Generator(x.device).manual_seed(seed)
-    rows = [x.new_zeros(s.heads, attention.head_dim, attention.head_dim, dtype=torch.float32) for s in sides]
+    rows = [x.new_zeros(s.heads, head_dim, head_dim, dtype=torch.float32) for s in sides]
     inputs = [x.new_zeros(s.heads, x.shape[-1], x.shape[-1], dtype=torch.float32) for s in sides]
     for part, at, counts in _points(loss, x, halfway):
         for _ in range(probes):
@@ -138,13 +114,14 @@ def _unit(grads: Pair) -> Tensor:
 
 def _points(loss: Loss, x: Tensor, halfway: float) -> Iterator[tuple[Tensor, Loss, float]]:
     """Yield parts of the sequences, each with the loss to probe there and what its Gauss-Newton matrix counts."""
-    half, step = loss.with_scores(0.5), SEQUENCES * HALFWAY_PARTS
+    step = SEQUENCES * HALFWAY_PARTS
     seen = sum(min(SEQUENCES, len(x) - start) for start in range(0, len(x), step))
     for number, part in enumerate(parts(x)):
         yield part, loss, 1.0
         if halfway and number % HALFWAY_PARTS == 0:
+            half = replace(loss.attention, scaling=0.5 * loss.attention.scaling)
             # Halved scores halve the gradients by queries and keys, too, whose outer products count here.
-            yield part, half, 4.0 * halfway * len(x) / seen
+            yield part, replace(loss, attention=half), 4.0 * halfway * len(x) / seen
 
 
 def _add(
@@ -224,28 +201,17 @@ class _Side:
 
     With rows turned into eigenvectors of the row factor, the metric of each row is its eigenvalue times one matrix, the
     normalised input factor: head_dim systems of n equations, where there was one of head_dim * n.
-
-    Attributes:
-        scale: what a weight is multiplied with to get a unit diagonal.
-        dense: the scaled dense weights, not turned.
-        turn: eigenvectors of the normalised row factor, [heads, head_dim, head_dim].
-        rows: its eigenvalues, [heads, head_dim, 1].
-        inputs: the damped input factor, not normalised, [heads, n, n].
-        unit: square root of its diagonal, [heads, 1, n].
-        leading: approximate eigenvectors of the largest eigenvalues of the normalised input factor, [heads, n, rank].
-        values: their eigenvalues, ascending, [heads, 1, rank].
-        felt: where a weight has any curvature; damping alone is no reason to keep the others.
     """
 
-    scale: Tensor
-    dense: Tensor
-    turn: Tensor
-    rows: Tensor
-    inputs: Tensor
-    unit: Tensor
-    leading: Tensor
-    values: Tensor
-    felt: Tensor
+    scale: Tensor  # what a weight is multiplied with to get a unit diagonal
+    dense: Tensor  # the scaled dense weights, not turned
+    turn: Tensor  # eigenvectors of the normalised row factor, [heads, head_dim, head_dim]
+    rows: Tensor  # its eigenvalues, [heads, head_dim, 1]
+    inputs: Tensor  # the damped input factor, not normalised, [heads, n, n]
+    unit: Tensor  # square root of its diagonal, [heads, 1, n]
+    leading: Tensor  # approximate eigenvectors of the normalised input factor's largest eigenvalues, [heads, n, rank]
+    values: Tensor  # these eigenvalues, ascending, [heads, 1, rank]
+    felt: Tensor  # where a weight has any curvature; damping alone is no reason to keep the others
 
     def metric(self, w: Tensor) -> Tensor:
         """Multiply turned weights by the metric."""
@@ -280,7 +246,7 @@ class _Pull:
         direction = side.descent(residual, penalty)
         image = side.metric(direction)
         power = (direction * image).sum(dim=2, keepdim=True) + penalty * direction.square().sum(dim=2, keepdim=True)
-        step = _ratio((direction * residual).sum(dim=2, keepdim=True), power)
+        step = ratio((direction * residual).sum(dim=2, keepdim=True), power)
         self.near = self.near.addcmul(step, direction)
         self.slope = self.slope.addcmul(step, image, value=-1.0)
         return side.turn @ self.near
@@ -288,37 +254,40 @@ class _Pull:
 
 @dataclass(frozen=True, eq=False)
 class KroneckerProblem:
-    """Dense weights and their metric, decomposed once for any number of budgets.
+    """Dense weights and their metric, decomposed once for any number of budgets."""
 
-    Attributes:
-        dense: dense weights of each side.
-        measured: the metric of each side, not damped.
-        damping: fraction of each factor's mean diagonal that is added to its diagonal; positive.
-    """
-
-    dense: tuple[Tensor, ...]
-    measured: tuple[Curvature, ...]
-    damping: float
+    dense: tuple[Tensor, ...]  # of each side
+    metric: tuple[Curvature, ...]  # of each side; as it was measured, but within `damped`
+    damping: float  # fraction of each input factor's mean diagonal that is added to its diagonal; positive
 
     @contextmanager
-    def metric(self) -> Iterator[tuple[Curvature, ...]]:
-        """Damp what was measured, in place, within a `with`."""
-        with ExitStack() as stack:
-            yield tuple(stack.enter_context(c.damped(self.damping)) for c in self.measured)
+    def damped(self) -> Iterator[None]:
+        """Damp the metric in a `with`: in place, as a copy of `inputs` would take as much memory again.
+
+        The row factor gets ten times more. It is small and well measured, but often close to rank one.
+        """
+        factors = [of for c in self.metric for of in ((c.rows, 10.0 * self.damping), (c.inputs, self.damping))]
+        diagonals = [factor.diagonal(dim1=1, dim2=2) for factor, _ in factors]
+        measured = [diagonal.clone() for diagonal in diagonals]
+        for diagonal, (_, fraction) in zip(diagonals, factors, strict=True):
+            mean = diagonal.mean(dim=1, keepdim=True)
+            # A head without influence (one token, or equal probabilities) still needs an invertible factor.
+            diagonal.add_(torch.where(mean > 0, fraction * mean, 1.0))
+        try:
+            yield
+        finally:
+            for diagonal, before in zip(diagonals, measured, strict=True):
+                diagonal.copy_(before)
 
     @cached_property
     def sides(self) -> tuple[_Side, ...]:
         """The damped metric in normalised variables and decomposed, which given masks do without.
 
-        The sides' input factors are what was measured, so their products are those of the metric within `metric` alone.
+        The sides' input factors are those of `metric`, so they multiply by what is damped within `damped` alone.
         """
-        felt = [c.scale() > 0 for c in self.measured]
-        with self.metric() as curvatures:
-            return tuple(_side(*of) for of in zip(self.dense, curvatures, felt, strict=True))
-
-    def forget(self) -> None:
-        """Let go of `sides`, which are decomposed anew when they are needed again."""
-        self.__dict__.pop("sides", None)
+        felt = [c.scale() > 0 for c in self.metric]
+        with self.damped():
+            return tuple(_side(*of) for of in zip(self.dense, self.metric, felt, strict=True))
 
 
 def select(problem: KroneckerProblem, choose: Choose, *, iterations: int = 48) -> tuple[list[Tensor], list[Tensor]]:
@@ -334,20 +303,15 @@ def select(problem: KroneckerProblem, choose: Choose, *, iterations: int = 48) -
     16e12 for the 40 query and key heads of Llama-3-8B. All eigenvectors (9 n^3, half of it not matrix products) and 24
     exact steps took 35e12.
 
-    Args:
-        problem: what to prune.
-        choose: turns scores into masks.
-        iterations: of the alternation; the penalty rises through `PENALTIES` over them.
-
     Returns:
         Masks (True = keep) and weights, zero where not kept, of each side.
     """
     sides = problem.sides
-    with problem.metric() as curvatures:
+    with problem.damped():
         sparse, keeps = _alternate(sides, choose, iterations)
         start = [z / s.scale for z, s in zip(sparse, sides, strict=True)]
         del sparse
-        return keeps, _solved(problem.dense, curvatures, keeps, start, 10)
+        return keeps, _solved(problem, keeps, start, 10)
 
 
 def _alternate(sides: Sequence[_Side], choose: Choose, iterations: int) -> tuple[list[Tensor], list[Tensor]]:
@@ -374,24 +338,18 @@ def _alternate(sides: Sequence[_Side], choose: Choose, iterations: int) -> tuple
 def reconstruct(problem: KroneckerProblem, keeps: Sequence[Tensor], *, iterations: int = 60) -> list[Tensor]:
     """Give the kept weights the values that make up for the dropped ones: preconditioned conjugate gradient.
 
-    Args:
-        problem: what to prune.
-        keeps: masks of each side, True = keep.
-        iterations: products with the metric at most.
-
     Returns:
         Weights of each side, zero where not kept.
     """
-    with problem.metric() as curvatures:
-        return _solved(problem.dense, curvatures, keeps, problem.dense, iterations)
+    with problem.damped():
+        return _solved(problem, keeps, problem.dense, iterations)
 
 
 def _solved(
-    dense: Sequence[Tensor], curvatures: Sequence[Curvature], keeps: Sequence[Tensor], start: Sequence[Tensor],
-    iterations: int,
-) -> list[Tensor]:  # fmt: skip
-    """Solve each side from the kept weights of a start."""
-    return [_conjugate_gradient(*of, iterations=iterations) for of in zip(dense, curvatures, keeps, start, strict=True)]
+    problem: KroneckerProblem, keeps: Sequence[Tensor], starts: Sequence[Tensor], iterations: int
+) -> list[Tensor]:
+    sides = zip(problem.dense, problem.metric, keeps, starts, strict=True)
+    return [_conjugate_gradient(*side, iterations) for side in sides]
 
 
 def _conjugate_gradient(dense: Tensor, curvature: Curvature, keep: Tensor, start: Tensor, iterations: int) -> Tensor:
@@ -406,12 +364,12 @@ def _conjugate_gradient(dense: Tensor, curvature: Curvature, keep: Tensor, start
         if taken % _CHECK == 0 and taken and (power <= 1e-12 * first).all():
             break
         image = (curvature.rows @ direction @ curvature.inputs).mul_(keep)
-        step = _ratio(power, _dot(direction, image))
+        step = ratio(power, _dot(direction, image))
         w.add_(step * direction)
         residual.sub_(image.mul_(step))
         torch.mul(residual, inverse, out=image)
         power, before = _dot(residual, image), power
-        direction.mul_(_ratio(power, before)).add_(image)
+        direction.mul_(ratio(power, before)).add_(image)
     return w
 
 
@@ -427,15 +385,7 @@ def _side(dense: Tensor, curvature: Curvature, felt: Tensor) -> _Side:
 
 
 def _leading(inputs: Tensor, unit: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the leading eigenvectors of factors scaled to a unit diagonal: two steps of subspace iteration.
-
-    Args:
-        inputs: [heads, n, n].
-        unit: square root of the diagonals, [heads, 1, n].
-
-    Returns:
-        [heads, n, rank], and their eigenvalues [heads, 1, rank], ascending. Both are approximate.
-    """
+    """Return `_Side.leading` and `values` of factors [heads, n, n] scaled to a unit diagonal: subspace iteration."""
     stride = max(1, min(round(1 / LEADING), inputs.shape[-1] // FEWEST))
     columns = inputs[:, :, ::stride] / unit.mT  # a product with columns of the identity
     for _ in range(2):
@@ -455,8 +405,3 @@ def _project(
 
 def _dot(a: Tensor, b: Tensor) -> Tensor:
     return (a * b).sum(dim=(1, 2), keepdim=True)
-
-
-def _ratio(a: Tensor, b: Tensor) -> Tensor:
-    """Divide, with 0 where a head is already solved."""
-    return torch.where(b > 0, a / torch.where(b > 0, b, 1.0), 0.0)

@@ -7,7 +7,7 @@ import inspect
 import sys
 from collections import UserDict
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -37,19 +37,10 @@ from compressx_attnprune.attention import (
 _AGREEMENT = 1e-3  # relative difference of two float32 outputs of one attention
 
 
-INSTEAD = "leave it to a pruner of single linears, such as sparsegpt or wanda"
-
-
 def projections_of(block: Block, taken: Mapping[str, object] | None = None) -> Projections:
     """Find the projections of a block's attention, and say what to do where there are none.
 
-    Args:
-        block: the block; its weights may be on the meta device.
-        taken: the linears that a rule selects there, for error messages.
-
-    Raises:
-        UnsupportedModelError: as `compressx.find_projections`.
-        RecipeError: the selected linears are outside the decoder blocks.
+    Needs no weights. `taken` has the linears that a rule selects there, for messages.
     """
     if not block.fqn:
         raise RecipeError(
@@ -59,7 +50,7 @@ def projections_of(block: Block, taken: Mapping[str, object] | None = None) -> P
     try:
         return find_projections(block)
     except UnsupportedModelError as error:
-        raise UnsupportedModelError(f"{error}; {INSTEAD}") from error
+        _refuse(str(error))
 
 
 def check(block: Block, patterns: Mapping[str, Pattern]) -> None:
@@ -70,11 +61,7 @@ def check(block: Block, patterns: Mapping[str, Pattern]) -> None:
     rows of a query projection, which do not affect that matrix, are pruned by an ordinary second-order update, all
     within the pattern of the weight.
 
-    Needs no weights: it is called on a skeleton when a recipe is planned.
-
-    Args:
-        block: the block; weights may be on the meta device and calls may be missing.
-        patterns: pattern of each linear that the rule selects in this block.
+    Needs neither weights nor calls: it is called on a skeleton when a recipe is planned.
 
     Raises:
         UnsupportedModelError: missing projections, or attention other than softmax(scale * q k^T + mask).
@@ -105,14 +92,7 @@ def check(block: Block, patterns: Mapping[str, Pattern]) -> None:
 
 
 def describe(block: Block) -> Attention:
-    """Read the geometry of a block's attention in float32, with the rotary embedding of its recorded calls.
-
-    Args:
-        block: a block with weights and at least one recorded call.
-
-    Raises:
-        UnsupportedModelError: as `check`.
-    """
+    """Read the geometry of a block's attention in float32, with the rotary embedding of its recorded calls."""
     projections = projections_of(block)
     _check_structure(block, projections)
     module = block.submodule(projections.attention)
@@ -149,13 +129,10 @@ def verify(block: Block, attention: Attention, x: Tensor) -> None:
         block: a block with weights and recorded calls.
         attention: its geometry, in float32.
         x: inputs of the query projection [batch, tokens, in_features].
-
-    Raises:
-        UnsupportedModelError: the outputs differ.
     """
     projections = projections_of(block)
     x = x[:1].float()
-    q, k = queries_and_keys(attention, x, projections.query.weight, projections.key.weight)
+    q, k = queries_and_keys(attention, x, (projections.query.weight, projections.key.weight))
     v = values(attention, x, projections.value.weight, projections.value.bias)  # [1, h_kv, tokens, value_dim]
     attended = gated(attention, x, mixed_by_rows(attention, q, k, v).transpose(1, 2).flatten(2))
     output = Rows(projections.output)
@@ -165,9 +142,9 @@ def verify(block: Block, attention: Attention, x: Tensor) -> None:
     difference = float((ours - theirs).norm() / theirs.norm().clamp_min(torch.finfo(torch.float32).tiny))
     if not difference <= _AGREEMENT:
         layout = f", or {projections.query.name} has an unsupported row order" if projections.fused else ""
-        raise UnsupportedModelError(
+        _refuse(
             f"{_named(block, projections)} is not softmax(scale * q k^T + mask) as attnprune computes it{layout}: "
-            f"the outputs differ by {difference:.2%} on a calibration sequence; {INSTEAD}"
+            f"the outputs differ by {difference:.2%} on a calibration sequence"
         )
 
 
@@ -197,7 +174,7 @@ def _check_structure(block: Block, projections: Projections) -> None:
                                                  unknown_norm(module, KEY_NORMS, key_heads, head_dim))},
     }  # fmt: skip
     if fault := next((sentence for sentence, holds in faults.items() if holds), None):
-        raise UnsupportedModelError(f"{fault}; {INSTEAD}")
+        _refuse(fault)
 
 
 def _score_bias(module: nn.Module, config: Any) -> str | None:
@@ -243,9 +220,9 @@ def _rotary(block: Block, projections: Projections, interleaved: bool) -> tuple[
     if embeddings is None:
         return None
     if not isinstance(embeddings, tuple | list) or len(embeddings) != 2:
-        raise UnsupportedModelError(
+        _refuse(
             f"{_named(block, projections)} takes its rotary embedding as {type(embeddings).__name__}; attnprune "
-            f"supports a pair of cosine and sine; {INSTEAD}"
+            "supports a pair of cosine and sine"
         )
     if _ignores_positions(block, projections):
         return None
@@ -282,9 +259,9 @@ def attend(block: Block, projections: Projections, arguments: Mapping[str, Any],
     given = {n: _first(v) for n, v in arguments.items() if n in known and "past" not in n}
     needed = [n for n, p in known.items() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
     if missing := [n for n in needed if n not in given]:
-        raise UnsupportedModelError(
+        _refuse(
             f"{_named(block, projections)} needs {', '.join(missing)} from within its block, so attnprune cannot run "
-            f"it alone to verify that it is softmax attention; {INSTEAD}"
+            "it alone to verify that it is softmax attention"
         )
     attended = module(x, **given)
     result: Tensor = attended[0] if isinstance(attended, tuple | list) else attended
@@ -307,6 +284,10 @@ def _first(value: Any) -> Any:
     return tuple(_first(v) for v in value) if isinstance(value, tuple) else value
 
 
+def _refuse(fault: str) -> NoReturn:
+    raise UnsupportedModelError(f"{fault}; leave it to a pruner of single linears, such as sparsegpt or wanda")
+
+
 def _named(block: Block, projections: Projections) -> str:
     """Name the attention and its class, for messages."""
     return f"{projections.attention} ({type(block.submodule(projections.attention)).__name__})"
@@ -320,14 +301,7 @@ _LAST = ("query_layernorm", "key_layernorm")
 
 
 def unknown_norm(module: nn.Module, names: tuple[str, ...], heads: int, head_dim: int) -> str | None:
-    """Describe a norm that `read_norm` does not support, or return None; needs no weights.
-
-    Args:
-        module: the attention.
-        names: possible names of the side's norm, `QUERY_NORMS`, `KEY_NORMS` or `VALUE_NORMS`.
-        heads: of the side.
-        head_dim: features of a head.
-    """
+    """Describe a side's norm that `read_norm` does not support, or return None; needs no weights."""
     name, norm = _find(module, names)
     if norm is None or _input_shape(norm, heads, head_dim) is not None:
         return None
@@ -354,7 +328,8 @@ def read_norm(module: nn.Module, names: tuple[str, ...], heads: int, head_dim: i
     signs = ones.clone()
     signs[..., 1::2] = -1.0  # mean 0 and mean square 1, so subtracting the mean has no effect
     at_zero, at_ones, at_signs = (norm(u) for u in (torch.zeros_like(ones), ones, signs))
-    eps = _eps(norm)
+    stated = (getattr(part, name, None) for part in norm.modules() for name in ("variance_epsilon", "eps"))
+    eps = float(next((eps for eps in stated if eps is not None), 0.0))
     gain = (at_signs - at_zero) * signs * (1.0 + eps) ** 0.5
     own = (head_dim,) if shape == (head_dim,) else (heads, 1, head_dim)
     return Norm(
@@ -383,9 +358,3 @@ def _input_shape(norm: nn.Module, heads: int, head_dim: int) -> tuple[int, ...] 
         if shapes == [known]:
             return known
     return (1, heads, 1, head_dim) if shapes == [(head_dim,)] * heads else None  # StableLM: one module per head
-
-
-def _eps(norm: nn.Module) -> float:
-    """Return the epsilon of the norm or of its first part that has one."""
-    stated = (getattr(part, name, None) for part in norm.modules() for name in ("variance_epsilon", "eps"))
-    return float(next((eps for eps in stated if eps is not None), 0.0))

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Self
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -23,14 +22,13 @@ from compressx_attnprune.attention import (
     matrix_probe,
     mixed_backward,
     mixed_values,
-    place_pair,
-    place_pair_backward,
-    project_pair,
+    place,
+    place_backward,
+    project,
     queries_and_keys,
     random_signs_,
     squared_errors,
     values,
-    weight_gradient,
 )
 
 SEQUENCES = 4
@@ -39,17 +37,9 @@ SEQUENCES = 4
 
 @dataclass(frozen=True, eq=False)
 class Loss(ABC):
-    """A squared error caused by pruned query and key weights.
-
-    Attributes:
-        attention: the layer's geometry.
-    """
+    """A squared error caused by pruned query and key weights."""
 
     attention: Attention
-
-    def with_scores(self, share: float) -> Self:
-        """Return the loss of a layer whose scores, before a softcap, are this share of them."""
-        return replace(self, attention=self.attention.with_scores(share))
 
     @abstractmethod
     def errors(self, x: Tensor, dense: Pair, candidates: Sequence[Pair]) -> tuple[Tensor, Tensor]:
@@ -60,7 +50,7 @@ class Loss(ABC):
 
     @abstractmethod
     def probe(self, x: Tensor, weights: Pair, generator: torch.Generator) -> Pair:
-        """Return the gradients of `project`'s results for random signs as the gradient of the compared tensor.
+        """Return the gradients of `project`'s results for random signs as the gradient of what is compared.
 
         The expectation of their outer products is the Gauss-Newton matrix of the squared error for each query and each
         key, both [batch, heads, tokens, head_dim].
@@ -73,8 +63,7 @@ class MatrixLoss(Loss):
 
     @torch.no_grad()
     def errors(self, x: Tensor, dense: Pair, candidates: Sequence[Pair]) -> tuple[Tensor, Tensor]:
-        """Return ||P~ - P||_F^2 of each candidate, and ||P||_F^2."""
-        before, *after = (queries_and_keys(self.attention, x, *pair) for pair in (dense, *candidates))
+        before, *after = (queries_and_keys(self.attention, x, pair) for pair in (dense, *candidates))
         errors, norms = squared_errors(self.attention, before, after)
         return errors.sum(dim=1), norms.sum()
 
@@ -85,20 +74,20 @@ class MatrixLoss(Loss):
         The error is float64 [], on the inputs' device. All is zero for a zero norm.
         """
         attention = self.attention
-        before = queries_and_keys(attention, x, *dense)
-        projected = project_pair(attention, x, *pruned)
-        errors, norms, grads = matrix_gradients(attention, before, place_pair(attention, projected))
+        before = queries_and_keys(attention, x, dense)
+        projected = project(attention, x, pruned)
+        errors, norms, grads = matrix_gradients(attention, before, place(attention, projected))
         norm = norms.sum()
         scale = torch.where(norm > 0.0, 1.0 / norm, 0.0)
-        query, key = (weight_gradient(g, x).mul_(scale) for g in place_pair_backward(attention, projected, grads))
+        by_token = (g.transpose(1, 2).flatten(2).flatten(0, 1) for g in place_backward(attention, projected, grads))
+        query, key = ((g.T @ x.flatten(0, 1)).mul_(scale) for g in by_token)  # of [batch * tokens, heads * head_dim]
         return errors.sum() * scale, (query, key)
 
     @torch.no_grad()
     def probe(self, x: Tensor, weights: Pair, generator: torch.Generator) -> Pair:
-        """Return the gradients for random signs as the gradient of P."""
-        projected = project_pair(self.attention, x, *weights)
-        grads = matrix_probe(self.attention, *place_pair(self.attention, projected), generator)
-        return place_pair_backward(self.attention, projected, grads)
+        projected = project(self.attention, x, weights)
+        grads = matrix_probe(self.attention, *place(self.attention, projected), generator)
+        return place_backward(self.attention, projected, grads)
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,50 +98,37 @@ class OutputLoss(Loss):
 
     Never holds a tokens x tokens tensor: outputs use `scaled_dot_product_attention`. Probes use row blocks, as do
     outputs without a fused kernel: capped scores, sinks, a window, values of another size than keys.
-
-    Attributes:
-        value_weight: [h_kv * value_dim, in_features].
-        value_bias: [h_kv * value_dim], or None.
-        output_weight: [out_features, h * value_dim].
     """
 
-    value_weight: Tensor
-    value_bias: Tensor | None
-    output_weight: Tensor
+    value_weight: Tensor  # [h_kv * value_dim, in_features]
+    value_bias: Tensor | None  # [h_kv * value_dim]
+    output_weight: Tensor  # [out_features, h * value_dim]
 
     @torch.no_grad()
     def errors(self, x: Tensor, dense: Pair, candidates: Sequence[Pair]) -> tuple[Tensor, Tensor]:
-        """Return ||(P~ - P) V W_O^T||_F^2 of each candidate, and ||P V W_O^T||_F^2."""
         v = values(self.attention, x, self.value_weight, self.value_bias)
-        pairs = (queries_and_keys(self.attention, x, *pair) for pair in (dense, *candidates))
+        pairs = (queries_and_keys(self.attention, x, pair) for pair in (dense, *candidates))
         mixed = (gated(self.attention, x, mixed_values(self.attention, *pair, v)) for pair in pairs)
         before, *after = (torch.nn.functional.linear(m, self.output_weight) for m in mixed)
-        return torch.stack([_squared_norm(a - before) for a in after]), _squared_norm(before)
+        *errors, norm = (t.square().sum(dtype=torch.float64) for t in (*(a - before for a in after), before))
+        return torch.stack(errors), norm
 
     @torch.no_grad()
     def probe(self, x: Tensor, weights: Pair, generator: torch.Generator) -> Pair:
-        """Return the gradients for random signs as the gradient of the attention's output."""
         v = values(self.attention, x, self.value_weight, self.value_bias)
         signs = random_signs_(x.new_empty(*x.shape[:2], len(self.output_weight)), generator)
         of_mixed = gated(self.attention, x, signs @ self.output_weight)  # [batch, tokens, h * value_dim]
         del signs
-        projected = project_pair(self.attention, x, *weights)
-        grads = mixed_backward(self.attention, *place_pair(self.attention, projected), v, of_mixed)
+        projected = project(self.attention, x, weights)
+        grads = mixed_backward(self.attention, *place(self.attention, projected), v, of_mixed)
         del v, of_mixed  # before what the rest of the way takes
-        return place_pair_backward(self.attention, projected, grads)
+        return place_backward(self.attention, projected, grads)
 
 
 def relative_errors(loss: Loss, x: Tensor, dense: Pair, candidates: Sequence[Pair]) -> list[float]:
-    """Compute relative errors, ratios of *squared* norms, on any number of sequences in any float dtype.
+    """Compute each candidate's relative error, a ratio of *squared* norms; 0 if the dense result is zero.
 
-    Args:
-        loss: the objective.
-        x: [sequences, tokens, in_features].
-        dense: the dense weights.
-        candidates: pruned weights.
-
-    Returns:
-        One number per candidate; 0 if the dense result is zero.
+    Inputs are any number of sequences [sequences, tokens, in_features] in any float dtype.
     """
     errors, norms = zip(*(loss.errors(part, dense, candidates) for part in parts(x)), strict=True)
     error, norm = torch.stack(errors).sum(dim=0), torch.stack(norms).sum()
@@ -164,7 +140,3 @@ def parts(x: Tensor) -> Iterator[Tensor]:
     """Yield float32 copies of `SEQUENCES` sequences at a time."""
     for start in range(0, len(x), SEQUENCES):
         yield x[start : start + SEQUENCES].to(torch.float32, copy=True)
-
-
-def _squared_norm(x: Tensor) -> Tensor:
-    return x.square().sum(dtype=torch.float64)

@@ -26,11 +26,11 @@ from compressx import (
 )
 from compressx.numerics.obs import refused
 from compressx_attnprune import baselines, layer, solver
-from compressx_attnprune.attention import attention_matrices, queries_and_keys
+from compressx_attnprune.attention import Pair, attention_matrices, queries_and_keys
 from compressx_attnprune.baselines import Budget
 from compressx_attnprune.losses import Loss, MatrixLoss, OutputLoss, relative_errors
 from compressx_attnprune.options import HELD_OUT, AttnPruneOptions
-from compressx_attnprune.solver import QueryKeyLayer, QueryKeySolution, Text
+from compressx_attnprune.solver import Candidate, QueryKeyLayer, Solution
 
 HEAT_MAP_TOKENS = 64
 
@@ -51,7 +51,6 @@ class AttnPrune:
         self.options = options
 
     def observe(self, block: Block, name: str) -> SequenceSample:
-        """Ask for whole input sequences; query and key have the same, so the host keeps one sample."""
         return SequenceSample(block.linears[name].in_features, self.options.sequences)
 
     @torch.no_grad()
@@ -71,9 +70,9 @@ class AttnPrune:
             ),
         }
         held_out = min(len(x) - 1, max(1, round(HELD_OUT * len(x))))
-        text = Text(x[:-held_out], x[-held_out:]) if held_out else Text(x, x)
+        texts = (x[:-held_out], x[-held_out:]) if held_out else (x, x)
         dense = (projections.query.weight.clone(), projections.key.weight.clone())
-        return _PreparedLayer(projections, QueryKeyLayer(losses[self.options.objective], text, dense), losses)
+        return _PreparedLayer(projections, QueryKeyLayer(losses[self.options.objective], *texts, dense), losses)
 
     @torch.no_grad()
     def prune(
@@ -92,13 +91,13 @@ class AttnPrune:
         _refuse_unlike_inputs(projections, stats)
         ready = prepared[projections.query.name]
         with refused(projections.query.name):
-            solution = solver.solve(ready.layer, _budget(projections, patterns), self.options)
+            solution = solver.prune_layer(ready.layer, _budget(projections, patterns), self.options)
         info = _errors(ready, solution)
-        if solution.fell_back:
+        if solution.best is not solution.ours:
             info["fell_back"] = 1.0
-        images = _heat_maps(ready.layer, solution)
-        history: dict[str, Sequence[float]] = {"mask": solution.losses} if solution.losses else {}
-        keeps, weights = _assemble(ready, patterns, solution)
+        images = _heat_maps(ready.layer, solution.best.weights)
+        history: dict[str, Sequence[float]] = {"mask": solution.ours.losses} if solution.ours.losses else {}
+        keeps, weights = _assemble(ready, patterns, solution.best)
         return {
             name: PruneResult(keeps[name], weights[name], info, images, history, group="query and key")
             for name in patterns
@@ -107,21 +106,21 @@ class AttnPrune:
 
 def _refuse_unlike_inputs(projections: Projections, stats: Mapping[str, Statistic]) -> None:
     """Refuse projections without input sequences [sequences, tokens, in_features], or with different ones."""
-    samples: list[SequenceSample] = []
-    for rows in (projections.query, projections.key):
-        sample = stats.get(rows.name)
-        if not isinstance(sample, SequenceSample) or not sample.batches:
-            raise CalibrationError(
-                f"{rows.name}: attnprune needs calibration sequences and got "
-                f"{'none' if sample is None else f'an empty {type(sample).__name__}'}; add calibration to the recipe"
+    names, fault = (projections.query.name, projections.key.name), ""
+    samples = {name: x for name in names if isinstance(x := stats.get(name), SequenceSample) and x.batches}
+    if missing := [name for name in names if name not in samples]:
+        given = stats.get(missing[0])
+        got = "none" if given is None else f"an empty {type(given).__name__}"
+        fault = f"{missing[0]}: attnprune needs calibration sequences and got {got}; add calibration to the recipe"
+    elif len({id(x) for x in samples.values()}) > 1:
+        query, key = (samples[name].sequences for name in names)
+        if not torch.equal(query, key):
+            fault = (
+                f"{names[0]} and {names[1]} were handed different inputs, {tuple(query.shape)} and "
+                f"{tuple(key.shape)}, and attention pruning needs queries and keys of the same sequences"
             )
-        samples.append(sample)
-    query, key = samples
-    if query is not key and not torch.equal(x := query.sequences, other := key.sequences):
-        raise CalibrationError(
-            f"{projections.query.name} and {projections.key.name} were handed different inputs, {tuple(x.shape)} and "
-            f"{tuple(other.shape)}, and attention pruning needs queries and keys of the same sequences"
-        )
+    if fault:
+        raise CalibrationError(fault)
 
 
 def _others(projections: Projections) -> tuple[Rows, ...]:
@@ -160,11 +159,11 @@ def _share(sparsity: float, sides: Sequence[Rows], others: Sequence[Rows]) -> fl
 
 
 def _assemble(
-    prepared: _PreparedLayer, patterns: Mapping[str, Pattern], solution: QueryKeySolution
+    prepared: _PreparedLayer, patterns: Mapping[str, Pattern], best: Candidate
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Put query and key rows where their linears have them; the other rows of these are pruned by SparseGPT."""
     projections = prepared.projections
-    found = list(zip((projections.query, projections.key), solution.keeps, solution.weights, strict=True))
+    found = list(zip((projections.query, projections.key), best.keeps, best.weights, strict=True))
     for rows in _others(projections):
         pattern = _of_others(patterns[rows.name], rows)
         found.append((rows, *baselines.sparsegpt_rows(rows.weight, prepared.layer.inputs, pattern)))
@@ -192,30 +191,28 @@ def _of_others(pattern: Pattern, rows: Rows) -> Pattern:
     return Unstructured(pattern.sparsity, "layer") if pattern.joint else _of_rows(pattern, rows)
 
 
-def _errors(prepared: _PreparedLayer, solution: QueryKeySolution) -> dict[str, float]:
+def _errors(prepared: _PreparedLayer, solution: Solution) -> dict[str, float]:
     """Return the held-out errors of the result and of the other methods by both objectives; one is known already."""
-    candidates = [solution.weights, *solution.starts.values()]
+    candidates = {"": solution.best, **{f".{name}": start for name, start in solution.starts.items()}}
     info: dict[str, float] = {}
     for quantity, loss in (
         ("attention_error", prepared.losses["attention-matrix"]),
         ("output_error", prepared.losses["attention-output"]),
     ):
-        if loss is prepared.layer.loss:
-            errors = list(solution.errors.values())
-        else:
-            errors = relative_errors(loss, prepared.layer.text.held_out, prepared.layer.dense, candidates)
-        names = (f"{quantity}.{name}" if name else quantity for name in solution.errors)
-        info |= dict(zip(names, errors, strict=True))
+        errors = [candidate.error for candidate in candidates.values()]
+        if loss is not prepared.layer.loss:
+            weights = [candidate.weights for candidate in candidates.values()]
+            errors = relative_errors(loss, prepared.layer.held_out, prepared.layer.dense, weights)
+        info |= {f"{quantity}{name}": error for name, error in zip(candidates, errors, strict=True)}
     return info
 
 
-def _heat_maps(of: QueryKeyLayer, solution: QueryKeySolution) -> dict[str, Tensor]:
+def _heat_maps(of: QueryKeyLayer, weights: Pair) -> dict[str, Tensor]:
     """Return the head whose attention matrix changed most, dense and pruned, over the first held-out tokens."""
-    x = of.text.held_out[:1, :HEAT_MAP_TOKENS].float()
+    x = of.held_out[:1, :HEAT_MAP_TOKENS].float()
     attention = of.loss.attention.first(x.shape[1])
     dense, pruned = (
-        attention_matrices(attention, *queries_and_keys(attention, x, *pair))[0]
-        for pair in (of.dense, solution.weights)
+        attention_matrices(attention, *queries_and_keys(attention, x, pair))[0] for pair in (of.dense, weights)
     )
     head = int((pruned - dense).square().sum(dim=(1, 2)).argmax())
     return {f"head {head}, dense": dense[head], f"head {head}, pruned": pruned[head]}

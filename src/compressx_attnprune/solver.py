@@ -30,58 +30,36 @@ REGULARIZATIONS = (0.03, 0.1, 0.3, 1.0)
 
 
 @dataclass(frozen=True, eq=False)
-class Text:
-    """Inputs of one layer, [sequences, tokens, in_features] in any float dtype.
-
-    Attributes:
-        train: to learn from.
-        held_out: to choose between candidates by.
-    """
-
-    train: Tensor
-    held_out: Tensor
-
-
-@dataclass(frozen=True, eq=False)
 class Candidate:
-    """Candidate weights and masks.
+    """Masks and weights, and how good they are."""
 
-    Attributes:
-        weights: zero where not kept.
-        keeps: their masks, True = keep.
-        error: relative error on the held-out sequences.
-        losses: relative error on each gradient step's sequences before the step.
-    """
-
-    weights: Pair
-    keeps: Pair
-    error: float
-    losses: tuple[float, ...] = ()
+    keeps: Pair  # True = keep
+    weights: Pair  # zero where not kept
+    error: float  # relative, on the held-out sequences
+    losses: tuple[float, ...] = ()  # relative error on each gradient step's sequences, before the step
 
 
 @dataclass(frozen=True, eq=False)
 class QueryKeyLayer:
-    """The inputs of a layer's solvers; statistics that do not depend on the budget are computed once, on first use.
+    """A layer to prune; statistics that do not depend on the budget are computed once, on first use.
 
-    Attributes:
-        loss: the objective.
-        text: training and held-out inputs.
-        dense: the dense weights.
+    Texts are inputs of the layer, [sequences, tokens, in_features] in any float dtype.
     """
 
-    loss: Loss
-    text: Text
+    loss: Loss  # the objective
+    text: Tensor  # to learn from
+    held_out: Tensor  # to choose between candidates by
     dense: Pair
 
     @cached_property
     def inputs(self) -> InputStatistics:
         """Input statistics for Wanda and SparseGPT."""
-        return InputStatistics(self.text.train)
+        return InputStatistics(self.text)
 
     @cached_property
     def problem(self) -> KroneckerProblem:
         """The dense weights and their curvature, decomposed."""
-        curvature = gauss_newton.measured_curvature(self.loss, self.text.train, self.dense)
+        curvature = gauss_newton.measured_curvature(self.loss, self.text, self.dense)
         return KroneckerProblem(tuple(self.by_head(self.dense)), curvature, DAMPING)
 
     def by_head(self, pair: Pair) -> list[Tensor]:
@@ -90,67 +68,41 @@ class QueryKeyLayer:
 
 
 @dataclass(frozen=True, eq=False)
-class QueryKeySolution:
-    """A layer's result.
+class Solution:
+    """A layer's result."""
 
-    Attributes:
-        keeps: masks, True = keep.
-        weights: zero where not kept.
-        starts: the weights of Wanda and SparseGPT, by name.
-        errors: relative held-out error of the result (key "") and of each start.
-        losses: relative training error at each gradient step, if there were any.
-        fell_back: whether a start was better than the mode's result.
-    """
-
-    keeps: Pair
-    weights: Pair
-    starts: Mapping[str, Pair]
-    errors: Mapping[str, float]
-    losses: tuple[float, ...]
-    fell_back: bool
+    best: Candidate
+    ours: Candidate  # of the mode; the best, unless a start is better
+    starts: Mapping[str, Candidate]  # Wanda's and SparseGPT's, by name
 
 
-def solve(layer: QueryKeyLayer, budget: Budget, options: AttnPruneOptions) -> QueryKeySolution:
-    """Prune a layer.
-
-    Args:
-        layer: inputs, dense weights and loss.
-        budget: what to keep.
-        options: the mode. Fixed masks are always reconstructed in closed form.
+def prune_layer(layer: QueryKeyLayer, budget: Budget, options: AttnPruneOptions) -> Solution:
+    """Prune a layer as the options say; fixed masks are always reconstructed in closed form.
 
     Raises:
         NotPositiveDefiniteError: when the inputs' Hessian cannot be factored for SparseGPT's start.
     """
-    starts = {
-        "wanda": baselines.wanda(layer.dense, layer.inputs, budget),
-        "sparsegpt": baselines.sparsegpt(layer.dense, layer.inputs, budget),
-    }
+    starts = [method(layer.dense, layer.inputs, budget) for method in (baselines.wanda, baselines.sparsegpt)]
     in_closed_form = budget.fixed or options.mode == "gauss-newton"
     if in_closed_form:
-        *started, ours = judge(layer, [*starts.values(), closed_form(layer, budget)])
+        *started, ours = judge(layer, [*starts, closed_form(layer, budget)])
     else:
-        started = judge(layer, list(starts.values()))
-        ours = mask(layer, budget, regularization=options.regularization)
+        started, ours = judge(layer, starts), mask(layer, budget, regularization=options.regularization)
     best_start = min(started, key=lambda t: t.error)
     damping = DAMPING
     if ours.error > best_start.error and in_closed_form:
-        layer.problem.forget()
+        vars(layer.problem).pop("sides", None)  # made anew when needed again: two decompositions take much memory
     while ours.error > best_start.error and in_closed_form and damping < MOST_DAMPING:
         # With little text the curvature is inaccurate and needs more damping.
         damping = min(10.0 * damping, MOST_DAMPING)
         again = judge(layer, [closed_form(layer, budget, replace(layer.problem, damping=damping))])
         ours = min(ours, *again, key=lambda t: t.error)
     best = ours if ours.error <= best_start.error else best_start  # NaN never wins
-    errors = {"": best.error, **{name: start.error for name, start in zip(starts, started, strict=True)}}
-    weights = {name: weight for name, (_, weight) in starts.items()}
-    return QueryKeySolution(best.keeps, best.weights, weights, errors, ours.losses, fell_back=best is best_start)
+    return Solution(best, ours, dict(zip(("wanda", "sparsegpt"), started, strict=True)))
 
 
 def closed_form(layer: QueryKeyLayer, budget: Budget, problem: KroneckerProblem | None = None) -> tuple[Pair, Pair]:
-    """Select and reconstruct in closed form, in the metric of the loss; with fixed masks, only reconstruct.
-
-    Returns masks and weights.
-    """
+    """Return masks and weights in closed form, in the metric of the loss; of fixed masks, the weights."""
 
     def choose(scores: Sequence[Tensor], known_finite: bool) -> list[Tensor]:
         return layer.by_head(budget.choose(_by_row(scores), known_finite=known_finite))
@@ -178,7 +130,7 @@ def mask(layer: QueryKeyLayer, budget: Budget, *, regularization: float | None =
         return loss.gradients(x, layer.dense, (pruned[0], pruned[1]))
 
     for value in REGULARIZATIONS if regularization is None else (regularization,):
-        relaxed, losses = learn_masks(gradients, layer.text.train, layer.dense, regularization=value)
+        relaxed, losses = learn_masks(gradients, layer.text, layer.dense, regularization=value)
         keeps = budget.choose(ranked((relaxed[0], relaxed[1]), layer.inputs, layer.dense))
         masked = (layer.dense[0] * keeps[0], layer.dense[1] * keeps[1])
         tried.append(replace(judge(layer, [(keeps, masked)])[0], losses=losses))
@@ -187,17 +139,14 @@ def mask(layer: QueryKeyLayer, budget: Budget, *, regularization: float | None =
 
 def judge(layer: QueryKeyLayer, candidates: Sequence[tuple[Pair, Pair]]) -> list[Candidate]:
     """Measure candidates (masks, weights) on the held-out text."""
-    errors = relative_errors(layer.loss, layer.text.held_out, layer.dense, [w for _, w in candidates])
-    return [Candidate(w, k, e) for (k, w), e in zip(candidates, errors, strict=True)]
+    errors = relative_errors(layer.loss, layer.held_out, layer.dense, [w for _, w in candidates])
+    return [Candidate(*of, error) for of, error in zip(candidates, errors, strict=True)]
 
 
 def ranked(masks: Pair, inputs: InputStatistics, weights: Pair) -> Pair:
-    """Turn relaxed masks into scores in the same order, with ties broken by Wanda's |W| * ||x||_2.
+    """Turn relaxed masks into float64 scores in the same order, with ties broken by Wanda's |W| * ||x||_2.
 
     Clipping leaves many entries at exactly 0 or 1, and the budget's threshold often falls among them.
-
-    Returns:
-        Scores in float64, in the weights' shapes, comparable between query and key.
     """
     second = [wanda_scores(w, inputs.norms) for w in weights]
     largest = max(float(s.max()) for s in second) or 1.0

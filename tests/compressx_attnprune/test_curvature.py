@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import pytest
 import torch
+from tests.compressx_attnprune import drawn
 from tests.compressx_attnprune.signs import Signs, count_signs, gauss_newton_matrix, hadamard, outer
 from torch import Tensor
 
 from compressx_attnprune import gauss_newton
 from compressx_attnprune.attention import Attention, Pair, Projection, attention_matrices, queries_and_keys
-from compressx_attnprune.gauss_newton import Curvature, measured_curvature
+from compressx_attnprune.gauss_newton import Curvature, KroneckerProblem, measured_curvature
 from compressx_attnprune.losses import Loss, MatrixLoss, OutputLoss
 
 ATTENTION = Attention(Projection(4), Projection(2), head_dim=4, scaling=0.5)
@@ -19,8 +21,7 @@ WIDTH, TOKENS = 6, 9
 KINDS = ["matrix", "output"]
 
 
-def normal(*shape: int, seed: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+normal = partial(drawn.normal, dtype=torch.float32)
 
 
 def make(kind: str, attention: Attention = ATTENTION) -> Loss:
@@ -50,15 +51,10 @@ class Recording:
 
     loss: Loss
     probes: list[tuple[Tensor, Pair]] = field(default_factory=list)
-    scores: list[float] = field(default_factory=list)
 
     @property
     def attention(self) -> Attention:
         return self.loss.attention
-
-    def with_scores(self, share: float) -> Loss:
-        self.scores.append(share)
-        return self.loss.with_scores(share)
 
     def probe(self, x: Tensor, weights: Pair, generator: torch.Generator) -> Pair:
         query, key = self.loss.probe(x, weights, generator)
@@ -79,7 +75,7 @@ def test_over_all_signs_the_factors_are_mean_and_trace_weighted_sum_of_the_gauss
         measured = measured_curvature(loss, x, weights, probes=len(signs), tokens=1.0, halfway=halfway)
     half = replace(ATTENTION, scaling=ATTENTION.scaling / 2)
     rows, inputs = [torch.zeros(4, 4, 4), torch.zeros(2, 4, 4)], [torch.zeros(4, 6, 6), torch.zeros(2, 6, 6)]
-    for q, k, v in zip(*queries_and_keys(ATTENTION, x, *weights), x, strict=True):
+    for q, k, v in zip(*queries_and_keys(ATTENTION, x, weights), x, strict=True):
         dense, halved = (
             gauss_newton_matrix(lambda a, b, at=at: attention_matrices(at, a[None], b[None]), q, k)
             for at in (ATTENTION, half)
@@ -120,7 +116,8 @@ def test_some_sequences_are_measured_halfway_and_count_for_the_others(weights: P
         measured_curvature(loss, x, weights, probes=probes, tokens=1.0, halfway=halfway)[0].inputs
         for halfway in (0.0, 1.0)
     )
-    alone = measured_curvature(loss.with_scores(0.5), x, weights, probes=probes, tokens=1.0, halfway=0.0)[0].inputs
+    half = make("matrix", replace(ATTENTION, scaling=ATTENTION.scaling / 2))
+    alone = measured_curvature(half, x, weights, probes=probes, tokens=1.0, halfway=0.0)[0].inputs
     torch.testing.assert_close(both - dense, 4.0 * alone, rtol=0.15, atol=0.1 * float(alone.max()))
 
 
@@ -158,11 +155,11 @@ def test_attention_to_a_single_token_curves_nothing_and_leaves_factors_that_can_
     for side in measured_curvature(make(kind), normal(3, 1, WIDTH, seed=3), weights):
         torch.testing.assert_close(side.rows.diagonal(dim1=1, dim2=2).sum(dim=1), torch.ones(len(side.rows)))
         assert side.inputs.abs().max() < 1e-6
-        with side.damped(0.01) as damped:
-            for factor in (damped.rows, damped.inputs):
+        with KroneckerProblem((), (side,), 0.01).damped():
+            for factor in (side.rows, side.inputs):
                 assert torch.isfinite(factor).all()
                 assert torch.linalg.cholesky_ex(factor).info.sum() == 0
-            assert (damped.scale() > 0).all()
+            assert (side.scale() > 0).all()
 
 
 @pytest.mark.parametrize("scale", [1e-6, 1e-10])
@@ -188,24 +185,15 @@ def test_tiny_weights_have_the_curvature_of_their_gradients_in_float64_but_for_i
         assert 1e-3 < float(side.scale().max()) < 1e3
 
 
-def spd(heads: int, n: int, seed: int) -> Tensor:
-    root = normal(heads, n, n + 2, seed=seed)
-    return root @ root.transpose(1, 2)
-
-
-def test_damping_adds_a_fraction_of_the_mean_diagonal_and_ten_times_that_to_the_rows():
-    rows, inputs = spd(3, 4, seed=0), spd(3, 6, seed=1)
-    measured = Curvature(rows.clone(), inputs.clone())
-    with measured.damped(0.02) as damped:
-        for head in range(3):
-            for before, after, fraction in (
-                (rows[head], damped.rows[head], 0.2),
-                (inputs[head], damped.inputs[head], 0.02),
-            ):
-                expected = before + fraction * before.trace() / len(before) * torch.eye(len(before))
+def test_damping_adds_a_fraction_of_the_mean_diagonal_and_ten_times_that_to_the_rows_and_takes_it_back():
+    before = [root @ root.mT for root in (normal(3, 4, 6, seed=0), normal(3, 6, 8, seed=1))]
+    measured, zeros = Curvature(*(f.clone() for f in before)), Curvature(torch.zeros(1, 4, 4), torch.zeros(1, 6, 6))
+    with KroneckerProblem((), (measured, zeros), 0.02).damped():
+        for factors, damped, fraction in zip(before, (measured.rows, measured.inputs), (0.2, 0.02), strict=True):
+            for factor, after in zip(factors, damped, strict=True):
+                expected = factor + fraction * factor.trace() / len(factor) * torch.eye(len(factor))
                 torch.testing.assert_close(after, expected)
-    assert torch.equal(measured.rows, rows)
-    assert torch.equal(measured.inputs, inputs)
-    with Curvature(torch.zeros(1, 4, 4), torch.zeros(1, 6, 6)).damped(0.01) as zeros:
         assert torch.equal(zeros.rows[0], torch.eye(4))
         assert torch.equal(zeros.inputs[0], torch.eye(6))
+    assert torch.equal(measured.rows, before[0])
+    assert torch.equal(measured.inputs, before[1])

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tests.compressx_attnprune.drawn import normal
 from torch import Tensor
 
 from compressx import NM, Pattern, Unstructured, keep_masks
@@ -21,10 +22,6 @@ PATTERNS = [Unstructured(0.5, "joint"), Unstructured(0.8, "joint"), Unstructured
 each_pattern = pytest.mark.parametrize("pattern", PATTERNS, ids=str)
 
 
-def normal(*shape: int, seed: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
 def factor(heads: int, n: int, seed: int) -> Tensor:
     """Draw correlated covariances whose features differ in size by a factor of about three."""
     common = 2.0 * normal(heads, n, 1, seed=seed + 1000)
@@ -33,10 +30,11 @@ def factor(heads: int, n: int, seed: int) -> Tensor:
 
 
 def problem(seed: int, *, heads: Sequence[int] = HEADS, rows: int = ROWS, columns: int = COLUMNS) -> KroneckerProblem:
-    dense = [normal(h, rows, columns, seed=10 * seed + i) for i, h in enumerate(heads)]
-    curvatures = [Curvature(factor(h, rows, 10 * seed + i), factor(h, columns, 10 * seed + i + 5)) for i, h in
-        enumerate(heads)]  # fmt: skip
-    return KroneckerProblem(tuple(dense), tuple(curvatures), DAMPING)
+    drawn = [(10 * seed + i, h) for i, h in enumerate(heads)]
+    dense = tuple(normal(h, rows, columns, seed=i) for i, h in drawn)
+    return KroneckerProblem(
+        dense, tuple(Curvature(factor(h, rows, i), factor(h, columns, i + 5)) for i, h in drawn), DAMPING
+    )
 
 
 def by(pattern: Pattern) -> Choose:
@@ -52,8 +50,8 @@ def by(pattern: Pattern) -> Choose:
 
 def damped(of: KroneckerProblem) -> list[Curvature]:
     """Return copies of the damped metric."""
-    with of.metric() as curvatures:
-        return [Curvature(c.rows.clone(), c.inputs.clone()) for c in curvatures]
+    with of.damped():
+        return [Curvature(c.rows.clone(), c.inputs.clone()) for c in of.metric]
 
 
 def cost(of: KroneckerProblem, weights: Sequence[Tensor]) -> float:
@@ -202,7 +200,7 @@ def test_with_all_eigenvectors_one_step_ends_at_the_closed_form():
         pull = gauss_newton._Pull(side)
         for seed, penalty in enumerate((0.02, 0.5)):
             point = normal(*dense.shape, seed=seed)
-            with of.metric():
+            with of.damped():
                 got = pull.towards(point, penalty)
             torch.testing.assert_close(got, nearest(curvature, dense, point, penalty))
 
@@ -216,7 +214,7 @@ def test_with_few_eigenvectors_steps_lead_to_the_closed_form_and_follow_where_it
         for seed, penalty in enumerate((1.0, 3.0)):
             point = normal(*dense.shape, seed=seed)
             wanted = nearest(curvature, dense, point, penalty)
-            with of.metric():
+            with of.damped():
                 left = [float((pull.towards(point, penalty) - wanted).norm() / wanted.norm()) for _ in range(100)]
             assert left[0] > 1e-2  # six vectors of 36 are not enough for one step
             assert left[-1] < 1e-6
@@ -252,7 +250,7 @@ def test_weights_without_any_curvature_are_dropped_first_whatever_the_damping_sa
     dtype = torch.float32
     of, dead = problem(0), [torch.zeros(h, ROWS, COLUMNS, dtype=torch.bool) for h in HEADS]
     curvatures = []
-    for c, d in zip(of.measured, dead, strict=True):
+    for c, d in zip(of.metric, dead, strict=True):
         row, columns, head = 2, [1, 4, 7], 1
         rows, inputs = 1e-4 * c.rows.clone(), c.inputs.clone()  # so small that an identity would stand out
         rows[:, row], rows[:, :, row] = 0.0, 0.0
@@ -285,9 +283,9 @@ def test_another_damping_starts_from_what_was_measured_which_solving_does_not_ch
     of, untouched = problem(0), problem(0)
     again = replace(replace(of, damping=0.1), damping=DAMPING)
     gauss_newton.select(of, by(PATTERNS[0]))
-    with pytest.raises(ZeroDivisionError), of.metric():
+    with pytest.raises(ZeroDivisionError), of.damped():
         raise ZeroDivisionError
-    for befores, afters in ((damped(of), damped(again)), (of.measured, untouched.measured)):
+    for befores, afters in ((damped(of), damped(again)), (of.metric, untouched.metric)):
         for before, after in zip(befores, afters, strict=True):
             assert torch.equal(before.rows, after.rows)
             assert torch.equal(before.inputs, after.inputs)

@@ -112,8 +112,8 @@ def test_a_mode_that_does_worse_gives_way_and_the_report_says_so(architecture, m
 
 def test_the_objective_is_what_weights_are_chosen_by_and_nothing_else_of_the_report(llama, monkeypatch):
     seen: list[type[Loss]] = []
-    original = solver.solve
-    monkeypatch.setattr(solver, "solve", lambda of, *rest: seen.append(type(of.loss)) or original(of, *rest))
+    original = solver.prune_layer
+    monkeypatch.setattr(solver, "prune_layer", lambda of, *rest: seen.append(type(of.loss)) or original(of, *rest))
     by_matrix, by_output, default = (
         next(iter(prune(llama, HALF, **o).values())) for o in (*({"objective": name} for name in OBJECTIVES), {})
     )
@@ -139,7 +139,7 @@ def test_heat_maps_show_the_head_whose_attention_changed_most(architecture: str,
         weight = results[rows.name].weight
         pruned.append(weight if rows.index is None else weight[rows.index])
     before, after = (
-        attention_matrices(attention, *queries_and_keys(attention, x, *pair))[0]
+        attention_matrices(attention, *queries_and_keys(attention, x, pair))[0]
         for pair in (blocks.weights(recorded.block), pruned)
     )
     head = (after - before).norm(dim=(1, 2)).argmax().item()
@@ -158,10 +158,10 @@ def test_heat_maps_show_the_head_whose_attention_changed_most(architecture: str,
 def texts(recorded: blocks.Recorded, monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[Tensor, Tensor]:
     """Return the sequences that are learnt from, and those held out."""
     seen: list[solver.QueryKeyLayer] = []
-    original = solver.solve
-    monkeypatch.setattr(solver, "solve", lambda of, *rest: seen.append(of) or original(of, *rest))
+    original = solver.prune_layer
+    monkeypatch.setattr(solver, "prune_layer", lambda of, *rest: seen.append(of) or original(of, *rest))
     prune(recorded, HALF, **options)
-    return seen[0].text.train, seen[0].text.held_out
+    return seen[0].text, seen[0].held_out
 
 
 def test_the_last_eighth_of_the_first_sequences_is_held_out_and_a_single_one_is_learnt_from_and_measured_on(
@@ -359,13 +359,13 @@ def test_weights_that_are_written_in_between_do_not_matter_and_the_pruner_holds_
     A block's sequences and curvature are copies, and would lie in memory beside the rest of the block and of the run.
     """
     needed: list[weakref.ref[Any]] = []
-    solve = solver.solve
+    solve = solver.prune_layer
 
     def spy(of: Any, *rest: Any) -> Any:
-        needed.append(weakref.ref(of.text.train))
+        needed.append(weakref.ref(of.text))
         return solve(of, *rest)
 
-    monkeypatch.setattr(solver, "solve", spy)
+    monkeypatch.setattr(solver, "prune_layer", spy)
     recorded = blocks.record("llama", sequences=SEQUENCES)
     pruner = SPEC.build(SPEC.options())
     stats, kept = observed(recorded, pruner), {}

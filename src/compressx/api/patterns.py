@@ -30,8 +30,6 @@ _PART_OF_DEVICE = 1 << 26
 _FEW = 4
 """Scores in a group, as of 2:4, up to which comparing all with all is the fastest selection."""
 
-NOT_FINITE = "scores must be finite: there are NaN or infinite weights or statistics"
-
 UnitKind: TypeAlias = Literal["neurons", "kv-groups", "experts", "blocks"]
 
 UNIT_KINDS: tuple[UnitKind, ...] = get_args(UnitKind)
@@ -50,14 +48,9 @@ class Owners:
     unit: Tensor
 
     def spread(self, values: Tensor, shape: tuple[int, int]) -> Tensor:
-        """Give each weight the value of its unit.
+        """Give each weight [out_features, in_features] of a linear the value of its unit; values are [units].
 
-        Args:
-            values: [units].
-            shape: of the linear, [out_features, in_features].
-
-        Returns:
-            [out_features, in_features], expanded: entries along the other dimension share memory.
+        It is expanded: entries along the other dimension share memory.
         """
         each = values[self.unit.to(values.device)]
         return (each[:, None] if self.dim == 0 else each[None, :]).expand(shape)
@@ -80,13 +73,9 @@ class Units:
     owners: Mapping[str, Owners]
 
     def summed(self, scores: Mapping[str, Tensor]) -> Tensor:
-        """Add up the scores of each unit's weights.
+        """Add up the scores of each unit's weights: [units], on their device, in float32 at least.
 
-        Args:
-            scores: by linear name, [out_features, in_features]; linears that are left out count nothing.
-
-        Returns:
-            [units], on the device of the scores, in float32 at least.
+        Scores are [out_features, in_features] by linear name; linears that are left out count nothing.
         """
         total: Tensor | None = None
         for name, own in self.owners.items():
@@ -100,15 +89,7 @@ class Units:
         return total
 
     def masks(self, keep: Tensor, shapes: Mapping[str, tuple[int, int]]) -> dict[str, Tensor]:
-        """Turn the choice of units into the masks of their linears.
-
-        Args:
-            keep: bool [units], True = keep.
-            shapes: by linear name, [out_features, in_features].
-
-        Returns:
-            By linear name, bool [out_features, in_features], True = keep.
-        """
+        """Turn the choice of units, bool [units], into masks by linear name; shapes are [out_features, in_features]."""
         return {name: own.spread(keep, shapes[name]).contiguous() for name, own in self.owners.items()}
 
     def kept(self, masks: Mapping[str, Tensor]) -> Tensor:
@@ -128,7 +109,7 @@ Group: TypeAlias = Literal["row", "layer", "joint"]
 
 
 class _Pattern:
-    """What patterns say of themselves, each that knows more than this anew."""
+    """What a pattern says of itself, unless its class knows more."""
 
     @property
     def asked(self) -> Self | RulePattern:
@@ -330,15 +311,12 @@ def sparsity_of(keep: Tensor) -> float:
 
 
 def keep_mask(scores: Tensor, pattern: Pattern, *, known_finite: bool = False) -> Tensor:
-    """Turn the scores of one weight into its mask.
+    """Turn the scores of one weight into its mask, bool [out_features, in_features], True = keep.
 
     Args:
         scores: [out_features, in_features]; the lowest are dropped.
         pattern: what to keep. `joint` over a single weight is the same as `layer`.
         known_finite: as for `drop_lowest`.
-
-    Returns:
-        bool [out_features, in_features], True = keep.
 
     Raises:
         ValueError: scores that are not finite, in_features not divisible by the pattern's `of`, or units, which own
@@ -357,7 +335,7 @@ def keep_mask(scores: Tensor, pattern: Pattern, *, known_finite: bool = False) -
 def keep_masks(
     scores: Mapping[str, Tensor], patterns: Mapping[str, Pattern], *, known_finite: bool = False
 ) -> dict[str, Tensor]:
-    """Turn the scores of several weights into masks; those whose group is `joint` share one threshold.
+    """Turn the scores of several weights into masks by linear name; those whose group is `joint` share one threshold.
 
     The scores of units are the sums over their weights.
 
@@ -365,9 +343,6 @@ def keep_masks(
         scores: by linear name, each [out_features, in_features].
         patterns: by linear name; the joint ones must have the same sparsity, and of units all linears must be there.
         known_finite: as for `drop_lowest`.
-
-    Returns:
-        By linear name, bool [out_features, in_features], True = keep.
 
     Raises:
         ValueError: as `keep_mask`, or joint patterns that differ in sparsity.
@@ -388,6 +363,13 @@ def keep_masks(
     return {n: masks[n] for n in patterns}
 
 
+def check_scores(scores: Tensor, name: str = "") -> None:
+    """Refuse scores, or what they are made of, that are NaN or infinite; `name` is that of a linear."""
+    if not all_finite(scores):
+        told = "scores must be finite: there are NaN or infinite weights or statistics"
+        raise ValueError(f"{name}: {told}" if name else told)
+
+
 def drop_lowest(scores: Tensor, count: int, *, known_finite: bool = False) -> Tensor:
     """Mark all but the `count` lowest scores of each row.
 
@@ -403,8 +385,8 @@ def drop_lowest(scores: Tensor, count: int, *, known_finite: bool = False) -> Te
     Raises:
         ValueError: when a score is not finite, since no order exists then.
     """
-    if not known_finite and not all_finite(scores):
-        raise ValueError(NOT_FINITE)
+    if not known_finite:
+        check_scores(scores)
     if count == 0:
         return torch.ones_like(scores, dtype=torch.bool)
     # A part at a time: what is needed on the way takes several times the memory of the scores.

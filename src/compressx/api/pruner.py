@@ -52,19 +52,14 @@ class RoutedStatistic(Protocol):
     """A `Statistic` of a fused expert's linear that is given the router's weights, too.
 
     Experts that no token reaches keep an empty one; for other statistics that is an error.
-
-    Attributes:
-        routed: True.
     """
 
-    routed: bool
+    routed: bool  # True
 
     def update(self, x: Tensor, weights: Tensor | None = None) -> None:
-        """Take in one batch.
+        """Take in the tokens that the router sends to the expert, x [tokens, in_features].
 
-        Args:
-            x: [tokens, in_features], of the tokens that the router sends to the expert.
-            weights: [tokens], by which the expert's output is multiplied before it is added to the others'.
+        Weights [tokens] are what the expert's output is multiplied with before it is added to the others'.
         """
 
     def tensors(self) -> Mapping[str, tuple[Tensor, Reduction]]:
@@ -236,31 +231,20 @@ class PreparingPruner(Protocol):
         """As `Pruner.observe`."""
 
     def prepare(self, block: Block, name: str, statistic: Any, /) -> Any:
-        """Compute from a statistic what `prune` needs and what is the same for all patterns.
+        """Compute from a filled statistic, which is not to be changed, what `prune` needs for any patterns.
 
-        Args:
-            block: the block; its other linears may be pruned already.
-            name: a linear that has the statistic, the first of those that share it. For messages: what is returned
-                serves the others, too.
-            statistic: what `observe` returned for it, filled; not to be changed.
-
-        Returns:
-            Anything, which `prune` does not change either.
+        The name is for messages. It is that of the first linear with the statistic; what is returned serves all of
+        them. Other linears of the block may be pruned already.
         """
 
     def prune(
         self, block: Block, patterns: Mapping[str, Pattern], stats: Mapping[str, Statistic],
         prepared: Mapping[str, Any],
     ) -> Mapping[str, PruneResult]:  # fmt: skip
-        """Decide as `Pruner.prune` does.
+        """Decide as `Pruner.prune` does, with what `prepare` returned, by name, and which is not to be changed.
 
-        Args:
-            block: as there.
-            patterns: as there.
-            stats: as there.
-            prepared: what `prepare` returned, by name. The host calls `prepare` when a value is first looked up. Unless
-                `prune` will be called again it holds one value at a time; iteration yields linears that share a
-                value one after the other.
+        The host calls `prepare` when a value is first looked up. Unless `prune` will be called again it holds one value
+        at a time; iteration yields linears that share a value one after the other.
         """
 
 
@@ -275,15 +259,12 @@ class DepthSearch(Protocol):
     The host runs the model without the blocks that the pruner asks about, or with the base's in their place. If the
     pruner has the attribute `solves = True`, and there is no base, the last linear of the block before the removed ones
     is then solved for, so that it adds what they would have added.
-
-    Attributes:
-        windows: how many calibration sequences trials run on, from the first.
     """
 
-    windows: int
+    windows: int  # how many calibration sequences trials run on, from the first
 
     def choose(self, blocks: Sequence[str], count: int, divergences: Divergences) -> Sequence[str]:
-        """Return the blocks to remove.
+        """Return `count` different names, of the blocks to remove.
 
         Args:
             blocks: the names of those that may be removed, in the model's order.
@@ -291,9 +272,6 @@ class DepthSearch(Protocol):
             divergences: measures trials on the calibration text. Trials of one call share their common
                 part, so ask about many at a time; sets that were tried before cost nothing. Infinite for blocks that
                 cannot be removed together.
-
-        Returns:
-            `count` different names.
         """
 
 

@@ -45,18 +45,13 @@ class LayerReport:
 class ReconstructionReport:
     """What training a block's kept weights did to the error of its output, on calibration text that it did not see.
 
-    Attributes:
-        before: mean over tokens of `numerics.output_error.relative_errors`, channels weighing as the dense model's
-            loss reacts to them, of the pruned block's output after pruned blocks from the dense one's after dense
-            blocks.
-        after: the same afterwards; that of the weights that were kept.
-        history: before the first pass, and after each.
-        seconds: that it took.
+    The error is that of the pruned block's output after pruned blocks from the dense one's after dense blocks: the mean
+    over tokens of `numerics.output_error.relative_errors`, channels weighing as the dense model's loss reacts to them.
     """
 
     before: float
-    after: float
-    history: tuple[float, ...]
+    after: float  # that of the weights that were kept
+    history: tuple[float, ...]  # before the first pass, and after each
     seconds: float
 
 
@@ -85,109 +80,66 @@ class BlockReport:
 
 @dataclass(frozen=True)
 class UnitReport:
-    """Linears of one block that were allocated one sparsity.
+    """Linears of one block that were allocated one sparsity."""
 
-    Attributes:
-        block: fully qualified name; empty outside the blocks, where the target is kept.
-        pruner: which pruner selects, and after a `+` which one reconstructs; several of several rules.
-        linears: their names.
-        weights: how many.
-        sparsity: fraction of zeros that they were given.
-        divergence: predicted for it from `divergences`; None outside the blocks, and where none were measured.
-        sparsities: that were measured.
-        divergences: of the model's predictions from the dense model's at each of them, with these linears alone pruned:
-            Kullback-Leibler, to second order, in nats, the mean over tokens.
-        outliers: fraction of their scores that are outliers; None where those were not measured.
-    """
-
-    block: str
-    pruner: str
+    block: str  # fully qualified name; empty outside the blocks, where the target is kept
+    pruner: str  # which pruner selects, and after a `+` which one reconstructs; several of several rules
     linears: tuple[str, ...]
     weights: int
-    sparsity: float
-    divergence: float | None = None
-    sparsities: tuple[float, ...] = ()
+    sparsity: float  # fraction of zeros that they were given
+    divergence: float | None = None  # predicted for it from `divergences`; None outside the blocks, or without those
+    sparsities: tuple[float, ...] = ()  # that were measured
+    # Of the model's predictions from the dense model's at each of them, with these linears alone pruned:
+    # Kullback-Leibler, to second order, in nats, the mean over tokens.
     divergences: tuple[float, ...] = ()
-    outliers: float | None = None
+    outliers: float | None = None  # fraction of their scores that are outliers; None where those were not measured
 
 
 @dataclass(frozen=True)
 class AllocationReport:
-    """How sparsities were chosen.
-
-    Attributes:
-        method: by its name in the recipe.
-        target: fraction of zeros that was asked for.
-        unit: what was given one sparsity: a `block`, or what a `rule` took in one.
-        weights: of all planned linears.
-        zeros: that were given to them.
-        units: what was given one sparsity, in the model's order.
-        budget: what was asked for in place of a fraction of zeros: `parameters` or `bytes`, with its number.
-        parameters: of the dense model, and those that are left without the units that went whole; counted from the
-            masks. None where no units did.
-    """
+    """How sparsities were chosen."""
 
     method: str
-    target: float
-    unit: str
-    weights: int
-    zeros: int
-    units: tuple[UnitReport, ...]
-    budget: Mapping[str, float] = field(default_factory=dict)
+    target: float  # fraction of zeros that was asked for
+    unit: str  # what was given one sparsity: a `block`, or what a `rule` took in one
+    weights: int  # of all planned linears
+    zeros: int  # that were given to them
+    units: tuple[UnitReport, ...]  # what was given one sparsity, in the model's order
+    budget: Mapping[str, float] = field(default_factory=dict)  # `parameters` or `bytes`, asked for in place of a target
+    # Of the dense model, and those left without the units that were removed whole, counted from the masks; else None.
     parameters: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
 class HeldOutLoss:
-    """The loss on text that fine-tuning does not train on.
+    """The loss on text that fine-tuning does not train on, as in `FinetuneReport.losses`."""
 
-    Attributes:
-        step: optimizer steps before it was measured.
-        loss: as in `FinetuneReport.losses`.
-        seconds: of training before it was measured.
-    """
-
-    step: int
+    step: int  # optimizer steps before it was measured
     loss: float
-    seconds: float = field(compare=False)
+    seconds: float = field(compare=False)  # of training before it was measured
 
 
 @dataclass(frozen=True)
 class FinetuneReport:
-    """How a pruned model was fine-tuned.
+    """How a pruned model was fine-tuned."""
 
-    Attributes:
-        teacher: `dense`, `none`, or where another model comes from.
-        trained: how many numbers were trained: weights that are kept, and gains if these were too.
-        steps: optimizer steps.
-        windows: how many sequences there were to train on, and tokens in each.
-        losses: of every step, on its own batch, before the step: KL divergence from the teacher per token times the
-            square of the temperature, or negative log-likelihood per token.
-        held_out: losses on held-out sequences, from before the first step to after the last; the weights of the lowest
-            were kept. Empty when nothing was held out.
-    """
-
-    teacher: str
-    trained: int
+    teacher: str  # `dense`, `none`, or where another model comes from
+    trained: int  # how many numbers: weights that are kept, and gains if these were trained too
     steps: int
-    windows: tuple[int, int]
+    windows: tuple[int, int]  # how many sequences there were to train on, and tokens in each
+    # Of every step, on its own batch, before the step: KL divergence from the teacher per token times the square of the
+    # temperature, or negative log-likelihood per token.
     losses: tuple[float, ...]
-    held_out: tuple[HeldOutLoss, ...] = ()
+    held_out: tuple[HeldOutLoss, ...] = ()  # from before the first step to after the last; the best weights were kept
 
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """The dtype of a run's matmuls, where blocks are run or trained.
+    """The dtype of a run's matmuls, where blocks are run or trained."""
 
-    Attributes:
-        dtype: its name, such as `bfloat16`.
-        reason: why, in words.
-        rates: FLOP/s of matmuls by dtype, of a CPU by one thread; empty if they were not measured.
-    """
-
-    dtype: str
-    reason: str
-    rates: Mapping[str, float] = field(default_factory=dict)
+    dtype: str  # such as `bfloat16`
+    reason: str  # why, in words
+    rates: Mapping[str, float] = field(default_factory=dict)  # FLOP/s by dtype, if measured; of a CPU by one thread
 
     def __str__(self) -> str:
         measured = ", ".join(f"{name} {rate / 1e9:.0f}" for name, rate in self.rates.items())

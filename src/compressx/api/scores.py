@@ -45,9 +45,6 @@ def score_pruner(
     Returns:
         A decorator, which leaves the hook `compressx_pruners` in the place of the function: called without arguments,
         it returns the `PrunerSpec`.
-
-    Raises:
-        TypeError: a parameter of another name, or an option without a type.
     """
 
     def offered(score: Score) -> Callable[[], list[PrunerSpec]]:
@@ -74,15 +71,15 @@ def _parameters(name: str, score: Score) -> tuple[list[str], type[BaseModel]]:
         kind = type(default) if parameter.annotation is parameter.empty else parameter.annotation
         if parameter.kind is not parameter.KEYWORD_ONLY and parameter.name in _INPUTS:
             inputs.append(parameter.name)
-        elif parameter.kind is not parameter.KEYWORD_ONLY:
-            raise TypeError(
-                f"pruner {name!r}: a score has no input {parameter.name!r}; it takes {', '.join(_INPUTS)}, and options "
-                "after a *"
-            )
+            continue
+        fault = ""
+        if parameter.kind is not parameter.KEYWORD_ONLY:
+            fault = f"a score has no input {parameter.name!r}; it takes {', '.join(_INPUTS)}, and options after a *"
         elif kind in (type, type(None)):
-            raise TypeError(f"pruner {name!r}: the option {parameter.name!r} needs a type, or a default that has one")
-        else:
-            options[parameter.name] = (kind, ... if default is parameter.empty else default)
+            fault = f"the option {parameter.name!r} needs a type, or a default that has one"
+        if fault:
+            raise TypeError(f"pruner {name!r}: {fault}")
+        options[parameter.name] = (kind, ... if default is parameter.empty else default)
     forbid = ConfigDict(extra="forbid")
     return inputs, create_model(f"{name} options", __config__=forbid, **options) if options else NoOptions  # type: ignore[call-overload]
 
@@ -96,14 +93,12 @@ class _ScorePruner:
     options: BaseModel
 
     def observe(self, block: Block, name: str) -> Statistic | None:
-        """Ask for what gives all that the function needs."""
         width = block.linears[name].in_features
         return Hessian(width) if "hessian" in self.inputs else FeatureNorms(width) if "norms" in self.inputs else None
 
     def prune(
         self, block: Block, patterns: Mapping[str, Pattern], stats: Mapping[str, Statistic]
     ) -> dict[str, PruneResult]:
-        """Keep the highest scores."""
         scores = {name: self._scores(block, name, stats.get(name)) for name in patterns}
         return {name: PruneResult(keep) for name, keep in keep_masks(scores, patterns).items()}
 

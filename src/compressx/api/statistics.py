@@ -2,7 +2,7 @@
 
 Accumulators are float32 at least, whatever the model's dtype. Batches of any size give the same result up to float
 order. Statistics are dataclasses that compare by kind and shape only, so the host shares them between linears with
-the same input.
+the same input. A batch is [..., in_features].
 """
 
 from __future__ import annotations
@@ -42,14 +42,12 @@ class FeatureNorms:
         self.count = torch.zeros((), dtype=torch.int64)
 
     def update(self, x: Tensor) -> None:
-        """Add a batch [..., in_features]."""
         flat = x.reshape(-1, self.in_features)
         self.squares = _accumulator(self.squares, flat.device)
         self.squares += flat.to(torch.float32, copy=True).square_().sum(dim=0)
         self.count += flat.shape[0]
 
     def tensors(self) -> Mapping[str, tuple[Tensor, Reduction]]:
-        """Return `squares` [in_features] and the number of tokens."""
         self.squares = _accumulator(self.squares)
         return {"squares": (self.squares, "sum"), "count": (self.count, "sum")}
 
@@ -83,7 +81,6 @@ class Hessian:
         self.count = torch.zeros((), dtype=torch.int64)
 
     def update(self, x: Tensor) -> None:
-        """Add a batch [..., in_features]."""
         flat = x.reshape(-1, self.in_features)
         self.sums = _accumulator(self.sums, flat.device)
         exact = flat.is_cuda and flat.dtype in (torch.float16, torch.bfloat16)  # products of halves, float32 sums
@@ -94,7 +91,6 @@ class Hessian:
         self.count += flat.shape[0]
 
     def tensors(self) -> Mapping[str, tuple[Tensor, Reduction]]:
-        """Return `sums`, of which `matrix` is made, and the number of tokens."""
         self.sums = _accumulator(self.sums)
         return {"sums": (self.sums, "sum"), "count": (self.count, "sum")}
 
@@ -156,7 +152,6 @@ class Covariance:
         self.total = _zeros_to_come(self.in_features)
 
     def update(self, x: Tensor) -> None:
-        """Add a batch [..., in_features]."""
         flat = x.reshape(-1, self.in_features).float()
         mean = flat.sum(dim=0) / max(1, len(flat))
         centred = flat - mean
@@ -170,7 +165,6 @@ class Covariance:
             panel.addmm_(left[start:stop], right[:, start:])
 
     def tensors(self) -> Mapping[str, tuple[Tensor, Reduction]]:
-        """Return those of `hessian`, and `total` [in_features]."""
         self.total = _accumulator(self.total)
         return {**self.hessian.tensors(), "total": (self.total, "sum")}
 
@@ -216,7 +210,6 @@ class SequenceSample:
             self.batches.append(x[:room].detach().clone())
 
     def tensors(self) -> Mapping[str, tuple[Tensor, Reduction]]:
-        """Return `sequences` [sequences, tokens, in_features]."""
         return {"sequences": (self.sequences, "cat")}
 
     @property

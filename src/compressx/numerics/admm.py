@@ -14,11 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from compressx.api.patterns import NOT_FINITE, FixedMask, Pattern, keep_masks
+from compressx.api.patterns import FixedMask, Pattern, check_scores, keep_masks
 from compressx.numerics.least_squares import Metric, solve
 from compressx.numerics.masked import zeroed
 from compressx.numerics.obs import NotPositiveDefiniteError, cholesky_
-from compressx.runtime.finite import all_finite
 
 CHECK = 3
 """Steps of ADMM between looks at how much the support has changed, as published."""
@@ -107,8 +106,7 @@ def prune(
     taken = 0
     if not (keep or steps):  # else ADMM looks
         for name, target in targets.items():
-            if not all_finite(target):
-                raise ValueError(f"{name}: {NOT_FINITE}")
+            check_scores(target, name)
     if keep:
         solutions = solved(keep, {})
     else:
@@ -201,8 +199,8 @@ def _changed(
                 f"{name}: the damped Hessian plus ADMM's penalty of {penalty:g} is not positive definite; use more "
                 "calibration samples, or a larger damping or penalty"
             )
-        if not (is_finite or all_finite(points[name])):
-            raise ValueError(f"{name}: {NOT_FINITE}")
+        if not is_finite:  # the sum, which may overflow
+            check_scores(points[name], name)
     return float(sum(changed) / max(1, sum(kept)))
 
 

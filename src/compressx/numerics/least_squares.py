@@ -8,13 +8,13 @@ conjugate gradient's diagonal preconditioner.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from compressx.numerics.masked import zeroed
-from compressx.numerics.obs import NOT_FINITE_HESSIAN, NotPositiveDefiniteError, damp_
-from compressx.runtime.finite import all_finite
+from compressx.numerics.obs import damp_, require_finite
 
 _LOOK_EVERY = {"cpu": 1, "cuda": 4}
 """Steps of the conjugate gradient between looks at whether it is done; a look at a GPU waits for it."""
@@ -47,8 +47,7 @@ class Metric:
         Raises:
             NotPositiveDefiniteError: an entry is not finite.
         """
-        if not all_finite(hessian):
-            raise NotPositiveDefiniteError(NOT_FINITE_HESSIAN)
+        require_finite(hessian)
         bare = hessian.diagonal().clone()
         damp_(hessian, damping)
         scale = hessian.diagonal().sqrt()
@@ -63,9 +62,7 @@ class Metric:
     def loss(self, change: Tensor, rows: Tensor | None = None) -> Tensor:
         """Measure a change [out_features, n] of scaled weights: ||X change^T||^2, damped; a float64 number.
 
-        Args:
-            change: the change.
-            rows: [out_features, 1], what the error of each output counts; 1 when absent.
+        `rows` [out_features, 1] is what the error of each output counts, by default 1.
         """
         products = (change @ self.gram).mul_(change)
         return (products if rows is None else products.mul_(rows)).sum(dtype=torch.float64)
@@ -119,13 +116,13 @@ def solve(
             break
         image = (direction @ metric.gram).mul_(keep)
         # From when all rows are solved until that is seen, steps change nothing.
-        step = _ratio(power, (direction * image).sum(dim=1, keepdim=True)) * working
+        step = ratio(power, (direction * image).sum(dim=1, keepdim=True)) * working
         change = change.addcmul_(step, direction)
         residual = residual.addcmul(step, image, value=-1.0)
         power, before = _squares(residual), power
-        direction = torch.addcmul(residual, _ratio(power, before), direction)
+        direction = torch.addcmul(residual, ratio(power, before), direction)
         taken += working
-    needed, left = torch.stack([taken, _ratio(power.sqrt(), goal).max().double()]).tolist()
+    needed, left = torch.stack([taken, ratio(power.sqrt(), goal).max().double()]).tolist()
     return zeroed(change.add_(target), keep), int(needed), left * tolerance
 
 
@@ -133,7 +130,7 @@ def _squares(rows: Tensor) -> Tensor:
     return rows.square().sum(dim=1, keepdim=True)
 
 
-def _ratio(a: Tensor, b: Tensor) -> Tensor:
+def ratio(a: Tensor, b: Tensor) -> Tensor:
     """Divide, with 0 where there is nothing left to divide by."""
     return torch.where(b > 0, a / torch.where(b > 0, b, 1.0), 0.0)
 
@@ -144,26 +141,16 @@ class Correction:
     Minimises sum_t w_t^2 ||r_t - C x_t||^2 over C, damped, where r_t is what is missing at token t, x_t the weight's
     input, and w_t what an error there counts (ReplaceMe, arXiv 2505.02819, section 3.1, with the linear map merged into
     the weight from the beginning).
-
-    Attributes:
-        gram: sum of w^2 x x^T, float64 [n, n].
-        cross: sum of w^2 r x^T, float64 [out_features, n].
-        missing: sum of w^2 ||r||^2, float64 [].
     """
 
     def __init__(self, out_features: int, in_features: int, device: torch.device) -> None:
-        self.gram = torch.zeros(in_features, in_features, dtype=torch.float64, device=device)
-        self.cross = torch.zeros(out_features, in_features, dtype=torch.float64, device=device)
-        self.missing = torch.zeros((), dtype=torch.float64, device=device)
+        zeros = partial(torch.zeros, dtype=torch.float64, device=device)
+        self.gram = zeros(in_features, in_features)  # sum of w^2 x x^T
+        self.cross = zeros(out_features, in_features)  # sum of w^2 r x^T
+        self.missing = zeros(())  # sum of w^2 ||r||^2
 
     def update(self, inputs: Tensor, missing: Tensor, counts: Tensor) -> None:
-        """Take in tokens.
-
-        Args:
-            inputs: x [tokens, n].
-            missing: r [tokens, out_features].
-            counts: w [tokens].
-        """
+        """Take in tokens: x [tokens, n], r [tokens, out_features] and w [tokens]."""
         dtype = torch.promote_types(inputs.dtype, torch.float32)
         x, r = (tensor.to(dtype) * counts.to(dtype)[:, None] for tensor in (inputs, missing))
         self.gram += x.T @ x
@@ -173,14 +160,10 @@ class Correction:
     def solved(self, damping: float) -> tuple[Tensor, float]:
         """Return the change C, float64 [out_features, n], and which share of `missing` is left.
 
-        Args:
-            damping: fraction of the mean diagonal of `gram` that is added to it.
-
         Raises:
             NotPositiveDefiniteError: an entry is not finite.
         """
-        if not (all_finite(self.gram) and all_finite(self.cross)):
-            raise NotPositiveDefiniteError(NOT_FINITE_HESSIAN)
+        require_finite(self.gram, self.cross)
         damped = self.gram.clone()
         damp_(damped, damping)
         change = torch.cholesky_solve(self.cross.T, torch.linalg.cholesky(damped)).T

@@ -14,7 +14,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from compressx.api.patterns import NM, NOT_FINITE, FixedMask, Pattern, Structured, count_dropped, drop_lowest
+from compressx.api.patterns import NM, FixedMask, Pattern, Structured, check_scores, count_dropped, drop_lowest
 from compressx.runtime.errors import UnsupportedModelError
 from compressx.runtime.finite import all_finite
 
@@ -31,9 +31,6 @@ CHUNK = 1 << 20
 """Numbers that are moved at once."""
 
 _RAISES = 5
-
-
-NOT_FINITE_HESSIAN = "the Hessian has NaN or infinite entries, as the calibration activations do"
 
 
 class NotPositiveDefiniteError(UnsupportedModelError):
@@ -82,12 +79,17 @@ def inverse_cholesky(hessian: Tensor | Callable[[], Tensor], damping: float = 0.
         if (failed == 0) & trace.isfinite() & matrix.sum().isfinite():
             return column_major, used
         del matrix, column_major  # before the next is made
-        if not all_finite(fresh()):
-            raise NotPositiveDefiniteError(NOT_FINITE_HESSIAN)
+        require_finite(fresh())
     raise NotPositiveDefiniteError(
         f"the Hessian is not positive definite even with damping {used:g} of its mean diagonal; use more calibration "
         "samples or a larger damping"
     )
+
+
+def require_finite(*matrices: Tensor) -> None:
+    """Refuse Hessians with entries that are NaN or infinite, by a `NotPositiveDefiniteError`."""
+    if not all_finite(*matrices):
+        raise NotPositiveDefiniteError("the Hessian has NaN or infinite entries, as the calibration activations do")
 
 
 def cholesky_(matrix: Tensor) -> tuple[Tensor, Tensor]:
@@ -193,8 +195,7 @@ def sweep(weight: Tensor, factor: Tensor, pattern: Pattern, dead: Tensor | None 
         w[:, stop:].addmm_(errors.T, factor[start:stop, stop:], alpha=-1.0)
         lost_sums.append(errors.sum(dtype=torch.float64))
     # One look for the whole weight, since it waits for the device.
-    if not all_finite(torch.stack(lost_sums)):
-        raise ValueError(NOT_FINITE)
+    check_scores(torch.stack(lost_sums))
     return keep, w
 
 

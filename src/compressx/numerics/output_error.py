@@ -19,7 +19,7 @@ from torch import Tensor
 from compressx.runtime.transfer import to_device
 
 
-def channel_weights(targets: Iterable[Tensor], add_up: Callable[[Tensor], None] = lambda _: None) -> Tensor:
+def channel_weights(targets: Iterable[Tensor], all_reduce_: Callable[[Tensor], None] = lambda _: None) -> Tensor:
     """Return each channel's weight: one over the square root of its share in a token's sum of squares.
 
     Dividing by the whole share would weight all channels equally, however small; not dividing, only the largest would
@@ -27,13 +27,13 @@ def channel_weights(targets: Iterable[Tensor], add_up: Callable[[Tensor], None] 
 
     Args:
         targets: dense block outputs, each [batch, tokens, width].
-        add_up: adds to a tensor, in place, those of other tokens; shares are means over all of them.
+        all_reduce_: adds to a tensor, in place, those of other processes' tokens.
 
     Returns:
         float32 [width], on the device of the targets.
     """
     sums = torch.stack([shares_of(x.float()).sum(dim=(0, 1), dtype=torch.float64) for x in targets]).sum(dim=0)
-    add_up(total := sums.cpu())
+    all_reduce_(total := sums.cpu())
     share = total / total.sum().clamp_min(1.0)
     # Bounds the weight of a channel that is always zero.
     return share.clamp_min(torch.finfo(torch.float32).eps).rsqrt().float().to(sums.device)
@@ -42,13 +42,8 @@ def channel_weights(targets: Iterable[Tensor], add_up: Callable[[Tensor], None] 
 def relative_errors(output: Tensor, target: Tensor, channels: Tensor | None = None) -> Tensor:
     """Return sum_c w_c (output_c - target_c)^2 / sum_c w_c target_c^2 of each token, float32 [batch, tokens].
 
-    A zero target is not divided by. Autocast is disabled, because bfloat16 cannot distinguish errors that differ by
-    less than half a percent.
-
-    Args:
-        output: [batch, tokens, width].
-        target: [batch, tokens, width].
-        channels: w [width], from `channel_weights` or `compressx.blocks.fisher`; ones when absent.
+    Output and target are [batch, tokens, width], channels are w [width], by default ones. A zero target is not divided
+    by. Autocast is disabled, because bfloat16 cannot distinguish errors that differ by less than half a percent.
     """
     wanted = to_device(target, output.device).float()  # targets kept in files are on the CPU
     weights = wanted.new_ones(wanted.shape[-1]) if channels is None else to_device(channels, output.device)

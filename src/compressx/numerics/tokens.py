@@ -26,9 +26,7 @@ def attention_mass(scores: Tensor) -> Tensor:
 def pooled(scores: Tensor, width: int) -> Tensor:
     """Return the mean of each score [n] and its neighbours; at the edges, of those that are there.
 
-    Args:
-        scores: [n].
-        width: number of neighbours, itself included; an even number has one more before it than after it.
+    The width counts itself, and is one more before than after it if even.
     """
     mean = functional.avg_pool1d(scores[None, None], width, 1, width // 2, count_include_pad=False)
     return mean[0, 0, : len(scores)]
@@ -41,11 +39,9 @@ def highest(scores: Tensor, keep: int) -> Tensor:
 
 
 def needles_kept(needles: Sequence[Needle], score: Callable[[Needle], Tensor]) -> float:
-    """Return the mean share of the hidden sentences' tokens among the highest-scored eighth of each prompt.
+    """Return the mean share of the hidden sentences' tokens among the eighth of each prompt with the highest scores.
 
-    Args:
-        needles: the prompts.
-        score: returns the scores of a prompt's tokens [n].
+    `score` returns those of a prompt's tokens, [n].
     """
     shares = []
     for needle in needles:
@@ -55,14 +51,9 @@ def needles_kept(needles: Sequence[Needle], score: Callable[[Needle], Tensor]) -
 
 
 def first_good_block(facts: ModelFacts, shares: Mapping[int, float]) -> tuple[int, str]:
-    """Choose the first block that keeps nearly as much of the needles as the best one.
+    """Choose the first block that keeps nearly as much of the needles as the best one, and say how.
 
-    Args:
-        facts: with needles.
-        shares: from `needles_kept`, by index of the block.
-
-    Returns:
-        The block's index, and how it was chosen.
+    `shares` are from `needles_kept`, by index of the block.
     """
     best = max(shares, key=lambda block: shares[block])
     first = min(block for block, share in shares.items() if share >= _ENOUGH * shares[best])

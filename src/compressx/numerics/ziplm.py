@@ -1,4 +1,4 @@
-"""Units chosen by what is lost after the kept weights were solved for anew: ZipLM (arXiv 2302.04089), OBS for groups.
+"""The units whose removal raises the output error least once the rest is solved again: ZipLM (arXiv 2302.04089).
 
 With H the Hessian of the inputs of a linear W, removing the columns S of one unit and re-solving the others costs
 tr(W_S (H^-1_SS)^-1 W_S^T) (Kurtic et al. 2022, arXiv 2203.07259, eq. 6), and what is left of W and H^-1 are their Schur
@@ -13,9 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from compressx.api.patterns import NOT_FINITE
+from compressx.api.patterns import check_scores
 from compressx.numerics.obs import PANEL, NotPositiveDefiniteError, damp_, inverse_cholesky
-from compressx.runtime.finite import all_finite
 
 CANDIDATES = 512
 """Columns of the cheapest units, among which those to remove are looked for one at a time."""
@@ -26,26 +25,19 @@ ROUND = 64
 
 @dataclass(frozen=True, eq=False)
 class RemovedUnits:
-    """Which units stay, and the weight without the others.
+    """Which units are kept, and the weight without the others."""
 
-    Attributes:
-        keep: bool [units], True = keep.
-        weight: [out_features, in_features], float32 at least, zero in the columns of removed units.
-        error: |(W' - W) X|^2 / |W X|^2, a scalar on the weight's device.
-        damping: what was added to the diagonal of the scaled Hessian.
-    """
-
-    keep: Tensor
-    weight: Tensor
-    error: Tensor
-    damping: float
+    keep: Tensor  # bool [units], True = keep
+    weight: Tensor  # [out_features, in_features], float32 at least, zero in the columns of removed units
+    error: Tensor  # |(W' - W) X|^2 / |W X|^2, a scalar on the weight's device
+    damping: float  # what was added to the diagonal of the scaled Hessian
 
 
 def remove_units(
     weight: Tensor, hessian: Callable[[], Tensor], unit: Tensor, dropped: int, *, damping: float = 0.01,
     candidates: int = CANDIDATES, columns: int = ROUND,
 ) -> RemovedUnits:  # fmt: skip
-    """Remove units of a weight's columns one after the other, and solve for the columns that stay.
+    """Remove units of a weight's columns one after the other, and solve for the kept columns.
 
     The Hessian is scaled to a unit diagonal before it is damped: activations differ by orders of magnitude, and one
     number for all would count features that seldom fire as if they did.
@@ -82,7 +74,7 @@ def remove_units(
     keep = choose_(changed, inverse, members, dropped, candidates=candidates, columns=columns)
     del inverse, changed
     kept = keep[unit.to(weight.device)]
-    new, error = solve(w, scaled(), kept, used)
+    new, error = _refit(w, scaled(), kept, used)
     moved = weight.to(w.dtype) + (new - w) / scale
     return RemovedUnits(keep, torch.where(kept, moved, 0.0), error, used)
 
@@ -98,11 +90,7 @@ def _squared(factor: Tensor) -> Tensor:
 
 
 def members_of(unit: Tensor) -> Tensor:
-    """Return the columns of each unit, int64 [units, columns of one].
-
-    Raises:
-        ValueError: units of different sizes.
-    """
+    """Return the columns of each unit, int64 [units, columns of one], of which all have as many."""
     counts = torch.bincount(unit)
     if (counts != counts[0]).any():
         raise ValueError(f"units must have as many columns each, got {sorted(set(counts.tolist()))}")
@@ -124,14 +112,11 @@ def choose_(
         inverse: H^-1 [in_features, in_features].
         members: the columns of each unit, int64 [units, columns of one].
         dropped: units to remove.
-        candidates: columns among which a round looks.
-        columns: that a round removes.
+        candidates: as `CANDIDATES`.
+        columns: as `ROUND`.
 
     Returns:
         bool [units], True = keep.
-
-    Raises:
-        ValueError: numbers that are not finite.
     """
     units, size = members.shape
     gone = torch.zeros(units, dtype=torch.bool, device=weight.device)
@@ -148,8 +133,7 @@ def choose_(
         removed = few[_choose_few_(inverse[own[:, None], own], part.T @ part, size, take)]
         _eliminate_(weight, inverse, members[removed].view(-1))
         gone[removed] = True
-    if not all_finite(weight):
-        raise ValueError(NOT_FINITE)
+    check_scores(weight)
     return ~gone
 
 
@@ -162,16 +146,8 @@ def _losses(blocks: Tensor, gram: Tensor) -> Tensor:
 def _choose_few_(inverse: Tensor, gram: Tensor, size: int, count: int) -> Tensor:
     """Remove units one at a time, with the parts of H^-1 and W^T W that belong to them.
 
-    With L = H^-1_:S (H^-1_SS)^-1 what is left of the weight is W - W_S L^T.
-
-    Args:
-        inverse: [units * size, units * size], a unit's columns together; overwritten.
-        gram: W^T W, likewise.
-        size: columns of a unit.
-        count: units to remove.
-
-    Returns:
-        Their numbers, int64 [count], in the order in which they go.
+    With L = H^-1_:S (H^-1_SS)^-1 what is left of the weight is W - W_S L^T. Both parts, [units * size, units * size]
+    with a unit's columns together, are overwritten. Returns the numbers of the units, int64 [count], in their order.
     """
     units = len(inverse) // size
     gone = torch.zeros(units, dtype=torch.bool, device=inverse.device)
@@ -206,20 +182,11 @@ def _eliminate_(weight: Tensor, inverse: Tensor, gone: Tensor) -> None:
     inverse[:, gone] = 0.0
 
 
-def solve(weight: Tensor, hessian: Tensor, kept: Tensor, damping: float) -> tuple[Tensor, Tensor]:
+def _refit(weight: Tensor, hessian: Tensor, kept: Tensor, damping: float) -> tuple[Tensor, Tensor]:
     """Solve min |(W' - W) X|^2 + damping |W' - W|^2 over W' that is zero in the removed columns.
 
-    Args:
-        weight: W [out_features, in_features].
-        hessian: X X^T of a unit diagonal, [in_features, in_features].
-        kept: bool [in_features], True = keep.
-        damping: added to the diagonal.
-
-    Returns:
-        W' [out_features, in_features], and |(W' - W) X|^2 / |W X|^2, a scalar.
-
-    Raises:
-        NotPositiveDefiniteError: the damped Hessian has no factor.
+    The Hessian X X^T [in_features, in_features] has a unit diagonal. Returns W' [out_features, in_features], and
+    |(W' - W) X|^2 / |W X|^2, a scalar.
     """
     stay, go = kept.nonzero().view(-1), (~kept).nonzero().view(-1)
     lost, across = weight[:, go], hessian[go]
@@ -227,7 +194,7 @@ def solve(weight: Tensor, hessian: Tensor, kept: Tensor, damping: float) -> tupl
     damp_(inner, damping)
     factor, failed = torch.linalg.cholesky_ex(inner)
     if failed.item():
-        raise NotPositiveDefiniteError(f"the Hessian of the columns that stay has no factor with damping {damping:g}")
+        raise NotPositiveDefiniteError(f"the Hessian of the kept columns has no factor with damping {damping:g}")
     change = torch.cholesky_solve((lost @ across[:, stay]).T, factor).T
     new = weight.clone()
     new[:, go] = 0.0

@@ -28,15 +28,9 @@ _OUTPUT = "down_proj"
 
 @dataclass
 class RoutedOutputs:
-    """Sum over the tokens of an expert of the router's weight times the norm of the expert's output.
+    """Sum over the tokens of an expert of the router's weight times the norm of the expert's output."""
 
-    Attributes:
-        weight: of the expert's last linear, [hidden_size, intermediate_size].
-        total: the sum, float64 [].
-        count: of tokens, int64 [].
-    """
-
-    weight: Tensor = field(repr=False, compare=False)
+    weight: Tensor = field(repr=False, compare=False)  # of the expert's last linear, [hidden_size, intermediate_size]
     total: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64), compare=False)
     count: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int64), compare=False)
     routed: bool = field(default=True, init=False)

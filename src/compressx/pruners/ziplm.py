@@ -1,7 +1,7 @@
-"""ZipLM (arXiv 2302.04089): removes the units whose removal, after the rest is solved anew, raises the error least.
+"""ZipLM (arXiv 2302.04089): removes the units whose removal, after re-solving the rest, raises the output error least.
 
-The error is that of the output of the linear that owns columns of the units: the down projection, the output
-projection. Only its weights are solved for, and its bias where it has one; the rows of the other linears just go.
+The output is that of the linear that owns columns of the units: the down projection, the output projection. Only its
+kept weights are solved for, and its bias where it has one; of the other linears rows are removed.
 """
 
 from __future__ import annotations
