@@ -470,9 +470,6 @@ _WRONG = {
     '  - targets: ["*"]\n    pruner: wanda\n    sparcity: 0.5\n'
     '  - targets: ["*.q_proj"]\n    pruner: magnitude\n    sparsity: 50\noutput: out\n',
     "no match": _WANDA.replace("*", "*.query").replace("wanda", "magnitude"),
-    "shadowed": _WANDA.replace("wanda", "magnitude").replace(
-        "output", '  - {targets: ["*.q_proj"], pruner: magnitude, sparsity: 0.7}\noutput'
-    ),
 }
 
 
