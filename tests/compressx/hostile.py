@@ -5,9 +5,18 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import shutil
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from random import Random
 from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from compressx.masks.file import MaskEntry, write_masks
+from compressx.models.packed import pack_file
+from compressx.models.packed_folder import pack_folder
 
 WORDS = [
     "", "x", "x" * 300, "../x", "/etc/passwd", "a/b.safetensors", "../other/model.safetensors", "a\nerror: b",
@@ -104,3 +113,46 @@ def damaged(random: Random, file: bytes) -> bytes:
         other = bytes(random.randrange(256) for _ in range(few))
         data[at : at + (0 if kind == 3 else few)] = b"" if kind == 4 else other
     return bytes(data)
+
+
+def weights(seed: int = 0) -> torch.Tensor:
+    """Return a weight of which half is zero."""
+    weight = torch.randn(16, 32, generator=torch.Generator().manual_seed(seed))
+    weight[:, ::2] = 0
+    return weight
+
+
+def save(folder: Path, seed: int = 0, *, shards: int = 1) -> Path:
+    """Save what looks like a model's folder, in one file or in several with an index."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    if shards == 1:
+        save_file({"a.weight": weights(seed)}, folder / "model.safetensors")
+        return folder
+    names = {f"{i}.weight": f"model-{i + 1:05d}-of-{shards:05d}.safetensors" for i in range(shards)}
+    for i, (name, file) in enumerate(names.items()):
+        save_file({name: weights(seed + i)}, folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    return folder
+
+
+def save_packed(folder: Path, seed: int = 0, *, shards: int = 1) -> Path:
+    """Save what looks like a packed model."""
+    plain = save(folder.with_name(f"{folder.name}-plain"), seed, shards=shards)
+    pack_folder(plain, folder)
+    shutil.rmtree(plain)
+    return folder
+
+
+def packed_file(place: Path) -> Path:
+    """Write a packed file of a weight with zeros, `a`, and a vector without, `b`."""
+    save_file({"a": weights(), "b": torch.ones(8)}, place / "original")
+    pack_file(place / "original", place / "x.packed.safetensors")
+    (place / "original").unlink()
+    return place / "x.packed.safetensors"
+
+
+def masks_file(place: Path) -> Path:
+    keep = torch.ones(3, 5, dtype=torch.bool)
+    write_masks(place / "m.safetensors", {"q": MaskEntry(keep, "2:4", "wanda", "0" * 64)})
+    return place / "m.safetensors"

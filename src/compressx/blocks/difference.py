@@ -111,7 +111,7 @@ def in_config(state: RunState) -> dict[str, str]:
 def weights_folder(state: RunState) -> Path | None:
     """Return the folder with the base's safetensors, for exporters; None without a base, or of a GGUF file."""
     base = None if state.recipe.base is None else find_checkpoint(state.recipe.base)
-    return None if base is None or base.single_file is not None else local_folder(base)
+    return None if base is None or base.file is not None else local_folder(base)
 
 
 def _check_base(state: RunState, checkpoint: Checkpoint) -> None:

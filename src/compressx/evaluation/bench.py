@@ -123,7 +123,7 @@ def time_in_turn(
     timers: list[Timer] = []
     for name, checkpoint, tokens in zip(names, checkpoints, ids, strict=True):
         progress(f"loading {name}")
-        if checkpoint.gguf_file is None:
+        if checkpoint.file is None:
             timers.append(_in_torch(checkpoint, tokens.to(where), new))
         else:
             timers.append(_in_llama_cpp(name, checkpoint, tokens, new, threads))

@@ -178,7 +178,7 @@ def export_saved(
     with blamed_on(f"exporter {name!r}"):
         exporter: Any = spec.build(given)
         file: str | None = getattr(exporter, "loads", None)
-        single = checkpoint.single_file
+        single = checkpoint.file
         if single is not None and file is None:
             raise ArtifactError(f"{single} is a GGUF file, and {name} is made of a folder of safetensors")
         if hasattr(exporter, "check"):
@@ -208,7 +208,7 @@ def export_saved(
 def gguf_of(recipe: Path) -> Path:
     """Return the GGUF file that a recipe prunes; it is downloaded if need be."""
     checkpoint = find_checkpoint(load_recipe(recipe).recipe.model)
-    if checkpoint.gguf_file is None:
+    if checkpoint.file is None:
         raise ArtifactError(f"{recipe}: its model {checkpoint.location} is no GGUF file; give one after --like")
     return checkpoint.file
 

@@ -91,13 +91,8 @@ def merge_adapters(model: Any, masks: Mapping[str, MaskEntry]) -> Merged:
         model: what `peft.get_peft_model` or `peft.PeftModel.from_pretrained` returned for the pruned model.
         masks: of the pruned model.
 
-    Returns:
-        The model without adapters, and the fraction of the update that fell outside the masks.
-
     Raises:
-        ArtifactError: a model without adapters, or with merged ones; a weight that is not zero where its mask drops;
-            values that are not finite; `lora_bias` on a linear without bias; masks of another model, or held by
-            `MaskSet.to_torch_ao`.
+        ArtifactError: as `mask_adapters`, but for adapters of other kinds; and values that are not finite.
     """
     total = lost = 0.0
     for name, (layer, linears) in _adapted(model, masks):
@@ -117,11 +112,7 @@ def merge_adapters(model: Any, masks: Mapping[str, MaskEntry]) -> Merged:
 
 
 def refuse_adapted(model: nn.Module) -> None:
-    """Refuse a model with adapters, whose weights are not those that its forward pass uses.
-
-    Raises:
-        ArtifactError: the message names an adapted linear.
-    """
+    """Refuse a model with adapters, whose weights are not those that its forward pass uses."""
     if (first := next(_layers(model), None)) is not None:
         raise ArtifactError(
             f"{first[0]} has a PEFT adapter; merge it first: compressx.masks.merge_adapters(model, masks). To train "
@@ -195,32 +186,27 @@ class _MaskedUpdate:
     """A variant of LoRA, with the methods of `peft.tuners.lora.layer.LoraVariant`: no update where a mask drops."""
 
     def init(self, module: Any, adapter_name: str, **_: Any) -> None:
-        """Do nothing: there are no further parameters."""
+        pass  # there are no further parameters
 
     def supports_lora_conversion(self) -> bool:
-        """Return False: what is added is not of low rank."""
-        return False
+        return False  # what is added is not of low rank
 
     def forward(self, module: Any, active_adapter: str, x: Tensor, result: Tensor, **_: Any) -> Tensor:
-        """Return `result` plus the product of `x` [..., in_features] and the masked update."""
         update, bias = _update(module, active_adapter), module.lora_B[active_adapter].bias
         added = functional.linear(
-            module.lora_dropout[active_adapter](x),
+            module.lora_dropout[active_adapter](x),  # [..., in_features]
             update.T if module.fan_in_fan_out else update,
             None if bias is None else bias * module.scaling[active_adapter],
         )
         return result + added
 
     def merge_safe(self, module: Any, active_adapter: str, orig_weight: Tensor) -> Tensor:
-        """Return the merged weight."""
         return orig_weight + _update(module, active_adapter).to(orig_weight.dtype)
 
     def merge_unsafe(self, module: Any, active_adapter: str, orig_weight: Tensor) -> None:
-        """Merge into a weight in place."""
         orig_weight.data = self.merge_safe(module, active_adapter, orig_weight.data)
 
     def unmerge(self, module: Any, active_adapter: str, orig_weight: Tensor) -> Tensor:
-        """Return the weight before merging."""
         return orig_weight.data - _update(module, active_adapter).to(orig_weight.dtype)
 
 

@@ -40,7 +40,6 @@ class MaskCallback(TrainerCallback):  # type: ignore[misc]
         self._hooks: list[RemovableHandle] = []
 
     def on_train_begin(self, *_: Any, model: Any, **__: Any) -> None:
-        """Apply the masks, and let no gradient reach a dropped weight."""
         self._release()
         if has_adapters(model):
             mask_adapters(model, self._masks)
@@ -52,13 +51,11 @@ class MaskCallback(TrainerCallback):  # type: ignore[misc]
                 self._hooks.append(parameter.register_hook(partial(zeroed, keep=keep)))  # type: ignore[no-untyped-call]
 
     def on_optimizer_step(self, *_: Any, **__: Any) -> None:
-        """Set the dropped weights to zero again."""
         with torch.no_grad():
             for parameter, keep in self._kept.items():
                 parameter.masked_fill_(~keep, 0.0)
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
-        """Let the model go."""
         self._release()
 
     def _release(self) -> None:

@@ -4,7 +4,7 @@ Tensor `<name>.mask` is uint8 [ceil(out_features * in_features / 8)]. Bit `i` (t
 is element `8 b + i` of the row-major mask [out_features, in_features]; the bits after the last element are 0. The
 metadata key `compressx` holds JSON: `format`, `version`, `masks` (shape, pattern, pruner, sha256 and, where what is
 dropped becomes a base's weight, the sha256 `base` of that, by name) and `digest`, the sha256 over the masks' metadata
-and bits.
+and bits. A file that cannot be read or written, or is not complete and unchanged, is an `ArtifactError`.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from typing import Annotated, Any, Literal, Self
 
 import numpy as np
 import torch
-from pydantic import BaseModel, ConfigDict, Field, WrapValidator
+from pydantic import Field, WrapValidator
 from torch import Tensor
 
 from compressx.api.pruner import Linear
+from compressx.models.layout import Described, Sha256, layout_of, one_by_one
 from compressx.numerics.masked import pattern_mismatch
 from compressx.runtime.errors import ArtifactError, one_line
-from compressx.runtime.files import checked_header, one_by_one, os_errors_named, regular, written_whole
+from compressx.runtime.files import written_whole
 from compressx.runtime.transfer import begin_to_host
 
 
@@ -65,47 +66,36 @@ def misfit(name: str, entry: MaskEntry, shape: Sequence[int]) -> str:
 _AT_ONCE = 2
 """Weights of a GPU that are hashed at the same time; each has a copy on the host."""
 
-_HEX_SHA256 = "^[0-9a-f]{64}$"
 _SHOWN = r"^[^\p{Cc}\p{Cf}]{0,1000}$"
 
 
-class _StoredMask(BaseModel):
+class _StoredMask(Described):
     """The metadata of one mask."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
     shape: Annotated[list[Annotated[int, Field(ge=1, lt=2**63)]], Field(min_length=2, max_length=2)]
     pattern: str = Field(pattern=_SHOWN)
     pruner: str = Field(pattern=_SHOWN)
-    sha256: str = Field(pattern=_HEX_SHA256)
-    base: str | None = Field(None, pattern=_HEX_SHA256)
+    sha256: Sha256
+    base: Sha256 | None = None
 
 
-class _MasksHeader(BaseModel):
+class _MasksHeader(Described):
     """The JSON under the metadata key `compressx`; one key, because safetensors writes several in no fixed order."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
     format: Literal["masks"] = "masks"
     version: Literal[1] = 1
-    digest: str = Field(pattern=_HEX_SHA256)
+    digest: Sha256
     masks: Annotated[dict[str, _StoredMask], WrapValidator(one_by_one)]
 
 
 def write_masks(path: Path, entries: Mapping[str, MaskEntry]) -> None:
-    """Write masks, by the names of their linears, atomically; equal masks give equal bytes.
-
-    Raises:
-        ArtifactError: the file cannot be written; an existing one is left unchanged.
-    """
+    """Write masks, by the names of their linears, atomically; equal masks give equal bytes."""
     masks = PackedMasks.of(entries)
     _write(path, masks._stored, lambda: [masks._packed])
 
 
 def join_masks(path: Path, parts: Sequence[Path]) -> None:
-    """Concatenate masks files in order, with one of them in memory at a time.
-
-    Raises:
-        ArtifactError: a part that `read_masks` would refuse, or a file that cannot be written.
-    """
+    """Concatenate masks files in order, with one of them in memory at a time."""
     stored = {name: mask for part in parts for name, mask in _read(part)[0].items()}
     _write(path, stored, lambda: (_read(part)[1] for part in parts))
 
@@ -113,15 +103,9 @@ def join_masks(path: Path, parts: Sequence[Path]) -> None:
 def _write(
     path: Path, stored: Mapping[str, _StoredMask], packed: Callable[[], Iterable[Mapping[str, Tensor]]]
 ) -> None:  # fmt: skip
-    """Write a safetensors file piece by piece; the library itself needs all tensors in memory.
+    """Write a safetensors file piece by piece, its header padded with spaces to a multiple of eight bytes.
 
-    The format: the header's length in eight bytes, little-endian; the header, JSON padded with spaces to a multiple of
-    eight bytes; the tensors' bytes at the offsets in the header.
-
-    Args:
-        path: the file.
-        stored: the metadata of each mask, in order.
-        packed: returns the bits in the same order; called twice, because the header has their digest.
+    `packed` returns the bits in the order of the metadata; it is called twice, because the header has their digest.
     """
     header = _MasksHeader(digest=_digest(stored, packed()), masks=dict(stored))
     described: dict[str, Any] = {"__metadata__": {"compressx": header.model_dump_json(exclude_none=True)}}
@@ -175,33 +159,33 @@ class PackedMasks(Mapping[str, MaskEntry]):
 
 
 def read_masks(path: Path) -> PackedMasks:
-    """Read what `write_masks` wrote.
-
-    Raises:
-        ArtifactError: a file that cannot be read, or is not a complete and unchanged masks file.
-    """
+    """Read what `write_masks` wrote."""
     return PackedMasks(*_read(path))
 
 
 def _read(path: Path) -> tuple[dict[str, _StoredMask], dict[str, Tensor]]:
     """Read and check a file; return the metadata and the bits of each mask."""
-    from safetensors import SafetensorError, safe_open
-
     if path.is_dir():
         inside = path / "masks.safetensors"
         raise ArtifactError(
             f"{path} is a folder, expected a masks file" + (f", such as {inside}" if inside.is_file() else "")
         )
-    try:
-        with os_errors_named("read", path), safe_open(regular(path), framework="pt") as file:
-            if (text := (file.metadata() or {}).get("compressx")) is None:
-                raise ArtifactError(
-                    f"{path} is a safetensors file, but not a masks file: its metadata has no key 'compressx'"
-                )
-            header = checked_header(path, text, _MasksHeader)
-            packed = _read_bits(path, file, header)
-    except SafetensorError as error:
-        raise ArtifactError(f"{path} is not a safetensors file, or it is truncated: {str(error)[:300]!r}") from error
+    layout = layout_of(path)
+    header = layout.said(_MasksHeader, "a masks file")
+    if odd := sorted({*layout.tensors} ^ {f"{name}.mask" for name in header.masks}):
+        raise ArtifactError(f"{path}: its tensors and its metadata disagree about {one_line(', '.join(odd[:5])[:200])}")
+    packed = {}
+    for name, mask in header.masks.items():
+        stored, last = layout.tensors[f"{name}.mask"], mask.shape[0] * mask.shape[1] % 8
+        wrong = ""
+        if (stored.dtype, stored.shape) != ("U8", [_length(mask)]):
+            wrong = f"is stored as {stored}, expected U8 {[_length(mask)]} for shape {mask.shape}"
+        else:
+            bits = np.concatenate([*layout.elements(f"{name}.mask")])
+            packed[name] = torch.from_numpy(bits)
+            wrong = "has bits set after its last element" if last and int(bits[-1]) >> last else ""
+        if wrong:
+            raise ArtifactError(f"{path}: the mask of {one_line(name)[:200]} {wrong}")
     if _digest(header.masks, [packed]) != header.digest:
         raise ArtifactError(f"{path} was changed after it was written (its digest differs); use another copy")
     return header.masks, packed
@@ -277,24 +261,3 @@ def _digest(stored: Mapping[str, _StoredMask], packed: Iterable[Mapping[str, Ten
         for name in bits:
             digest.update(bits[name].numpy().data)
     return digest.hexdigest()
-
-
-def _read_bits(path: Path, file: Any, header: _MasksHeader) -> dict[str, Tensor]:
-    """Read each mask's packed bits; check names, dtypes and lengths against the header."""
-    found, expected = set(file.keys()), {f"{name}.mask" for name in header.masks}
-    if odd := sorted(found ^ expected):
-        raise ArtifactError(f"{path}: its tensors and its metadata disagree about {one_line(', '.join(odd[:5])[:200])}")
-    packed = {}
-    for name, mask in header.masks.items():
-        elements = mask.shape[0] * mask.shape[1]
-        part = file.get_slice(f"{name}.mask")
-        kind, expected_kind = (part.get_dtype(), part.get_shape()), ("U8", [_length(mask)])
-        if kind != expected_kind:
-            raise ArtifactError(
-                f"{path}: the mask of {one_line(name)[:200]} is stored as {kind[0]} {kind[1]}, expected "
-                f"{expected_kind[0]} {expected_kind[1]} for shape {mask.shape}"
-            )
-        packed[name] = file.get_tensor(f"{name}.mask")
-        if elements % 8 and int(packed[name][-1]) >> elements % 8:
-            raise ArtifactError(f"{path}: the mask of {one_line(name)[:200]} has bits set after its last element")
-    return packed

@@ -33,12 +33,9 @@ _FULL = 0.98
 
 @dataclass(frozen=True)
 class Inspected:
-    """The zeros of one linear, and what else was asked for.
+    """The zeros of one linear [out_features, in_features], and what else was asked for.
 
     Attributes:
-        name: fully qualified name.
-        shape: [out_features, in_features].
-        zeros: number of zero weights.
         pattern: from `pattern_of`.
         mask: pruner and pattern in the masks file, with `as base` if so, or None if the linear has no mask.
         off_mask: number of weights that the mask drops, and that are not zero, or not the base's; None without a mask,
@@ -64,15 +61,7 @@ class Inspected:
 
 @dataclass(frozen=True)
 class Inspection:
-    """The zeros of a model.
-
-    Attributes:
-        folder: the model's source: a folder, hub id or package.
-        linears: in the model's order.
-        masks: the masks file they were compared with, or None.
-        packed: the sizes of a packed folder, else None.
-        base: the base's source, or None.
-    """
+    """The zeros of a model, with the sources of what it was compared with, and its sizes if it is packed."""
 
     folder: str
     linears: tuple[Inspected, ...]
@@ -135,16 +124,10 @@ def inspect_model(
 ) -> Inspection:  # fmt: skip
     """Count the zeros of every linear in a model's blocks; a large model is streamed block by block.
 
-    Args:
-        source: the model.
-        masks: a masks file to compare with, held at one bit per weight; by default the one in the model's folder, or
-            beside the `model` folder of a run, unless the run has shrunk the model: those are the original's.
-        base: a model to compare the linears in the blocks with; streamed beside it unless it is a GGUF file.
-        progress: called with each block.
-
-    Raises:
-        CompressxError: a model or file that cannot be read, masks of another model, a base with other linears, or,
-            with a base, weights that are not finite.
+    The masks to compare with are by default those in the model's folder, or beside the `model` folder of a run, unless
+    the run has shrunk the model: those are the original's. Linears in the blocks are compared with those of the base,
+    which is streamed beside the model unless it is a GGUF file. Refused are masks of another model, a base with other
+    linears, and, with a base, weights that are not finite.
     """
     access = open_model(find_checkpoint(source), source.streaming, torch.device("cpu"))
     names = [str(x.path or x.id or x.package) for x in (source, base) if x is not None]

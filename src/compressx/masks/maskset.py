@@ -81,20 +81,12 @@ class MaskSet(Mapping[str, MaskEntry]):
         return any(entry.base is not None for entry in self.values())
 
     def save(self, path: Path | str) -> None:
-        """Write the masks to a file, atomically. The format is described in `compressx.masks.file`.
-
-        Raises:
-            ArtifactError: the file cannot be written; an existing one is left unchanged.
-        """
+        """Write the masks to a file, atomically. The format is described in `compressx.masks.file`."""
         write_masks(Path(path), self)
 
     @classmethod
     def load(cls, path: Path | str) -> MaskSet:
-        """Read what `save` wrote.
-
-        Raises:
-            ArtifactError: a file that cannot be read, or is not a complete and unchanged masks file.
-        """
+        """Read what `save` wrote; an `ArtifactError` refuses what is not a complete and unchanged masks file."""
         return cls(read_masks(Path(path)))
 
     def apply(self, model: nn.Module, *, original: bool = False, base: nn.Module | None = None) -> None:
@@ -121,12 +113,7 @@ class MaskSet(Mapping[str, MaskEntry]):
     def deviations(self, model: nn.Module, *, base: nn.Module | None = None) -> dict[str, int]:
         """Count each linear's dropped weights that are not zero, or not the base's; linears without any are omitted.
 
-        Args:
-            model: as for `apply`; masks may be held on it.
-            base: as for `apply`.
-
-        Raises:
-            ArtifactError: a missing name or different shape, weights that are not loaded, or another base.
+        Arguments and errors are those of `apply`, but masks may be held on the model.
         """
         based, found = self._base_weights(base), {}
         for name, linear in self._linears(model).items():
@@ -143,36 +130,20 @@ class MaskSet(Mapping[str, MaskEntry]):
         """Hold the masks on a model during training, in place.
 
         Parameters keep their identity, so an optimizer may be created before or after, and after `squash`. The
-        sparsifier's `squash_mask()` makes exact zeros, never -0.0, in the weight's dtype, and keeps ties.
-
-        Args:
-            model: as for `apply`.
-
-        Returns:
-            A prepared sparsifier whose `step` changes nothing.
-
-        Raises:
-            ArtifactError: as for `apply`.
+        sparsifier's `step` changes nothing, and its `squash_mask()` makes exact zeros, never -0.0, in the weight's
+        dtype, and keeps ties. Errors are those of `apply`.
         """
         from compressx.masks.sparsifier import HeldMasks, MaskedWeight
 
-        sparsifier = HeldMasks()
-        sparsifier.prepare(
-            model,
-            [
-                {"tensor_fqn": fqn, "mask": x, "parametrization": MaskedWeight}
-                for fqn, x in self.by_parameter(model).items()
-            ],
-        )
+        sparsifier, masks = HeldMasks(), self.by_parameter(model)
+        held = [{"tensor_fqn": fqn, "mask": x, "parametrization": MaskedWeight} for fqn, x in masks.items()]
+        sparsifier.prepare(model, held)
         return sparsifier
 
     def by_parameter(self, model: nn.Module) -> dict[str, Tensor]:
         """Return a mask for each masked parameter of a model, by its name, in its layout and on its device.
 
-        Fused experts share a parameter; those without a mask are kept.
-
-        Raises:
-            ArtifactError: as for `apply`.
+        Fused experts share a parameter; those without a mask are kept. Errors are those of `apply`.
         """
         if self.of_difference:
             raise ArtifactError(
@@ -256,11 +227,8 @@ class MaskSet(Mapping[str, MaskEntry]):
 def squash(prepared: BaseSparsifier | nn.Module) -> None:
     """Make held masks permanent: weights become ordinary parameters again, with dropped entries exactly 0.0.
 
-    Args:
-        prepared: any torch.ao sparsifier; or the model, because a deep copy has no sparsifier.
-
-    Raises:
-        ArtifactError: no masks are held, for example after an earlier squash.
+    `prepared` is any torch.ao sparsifier; or the model, because a deep copy has no sparsifier. An `ArtifactError` says
+    that no masks are held, for example after an earlier squash.
     """
     from torch.ao.pruning.sparsifier.utils import FakeSparsity
 

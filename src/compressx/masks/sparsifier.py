@@ -5,7 +5,6 @@ Import this module only where it is used, because it imports torch.ao.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, final
 
 import torch
@@ -98,12 +97,8 @@ class HeldMasks(BaseSparsifier):
     enable_mask_update = False  # on the class, because `step` reads it and copies are made without __init__
 
     def prepare(self, model: nn.Module, config: list[dict[str, Any]]) -> None:
-        """Parametrize the tensors in `config` with their masks.
-
-        Raises:
-            ArtifactError: called twice, because torch.ao would stack a second parametrization on the first.
-        """
-        if self.groups:
+        """Parametrize the tensors in `config` with their masks."""
+        if self.groups:  # torch.ao would stack a second parametrization on the first
             raise ArtifactError("these masks are already on a model; call MaskSet.to_torch_ao for another one")
         super().prepare(model, config)  # type: ignore[no-untyped-call]
 
@@ -116,19 +111,6 @@ class HeldMasks(BaseSparsifier):
     def update_mask(self, module: nn.Module, tensor_name: str, **kwargs: Any) -> None:
         """Do nothing: the masks are fixed."""
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
-        """Copy the masks of a state dict into this sparsifier, in place.
-
-        Raises:
-            ArtifactError: names or shapes differ; nothing is changed.
-        """
-        given = {fqn: state["mask"] for fqn, state in state_dict["state"].items()}
-        held = {g["tensor_fqn"]: g["module"].parametrizations[g["tensor_name"]][0].mask for g in self.groups}
-        if strict and (odd := sorted(given.keys() ^ held.keys())):
-            raise ArtifactError(f"the state dict and the prepared model mask different tensors: {', '.join(odd[:5])}")
-        for fqn in given.keys() & held.keys():
-            if given[fqn].shape != held[fqn].shape:
-                raise ArtifactError(f"{fqn}: its mask is {[*held[fqn].shape]}, the state dict's {[*given[fqn].shape]}")
-        for fqn in given.keys() & held.keys():
-            held[fqn].copy_(given[fqn])
-            self.state[fqn]["mask"] = held[fqn]  # `.to()` may have replaced the model's mask by another tensor
+    def load_state_dict(self, *_: object, **__: object) -> None:
+        """Refuse masks of elsewhere, over which the parent class checks nothing."""
+        raise ArtifactError("held masks are fixed; load others with MaskSet.load, and call to_torch_ao on a new model")

@@ -112,7 +112,7 @@ class Access(Protocol):
         """
 
     def read_ahead(self, fqn: str) -> None:
-        """Begin to read the weights of the block that is materialised next, if that saves time."""
+        """Begin to read the weights of the block that is materialised next, also of the base, if that saves time."""
 
     def logits(self, batches: Sequence[Tensor]) -> Iterator[Tensor]:
         """Run the model on batches of token ids [batch, tokens]; yield [batch, tokens, vocabulary] for each."""
@@ -124,21 +124,15 @@ class Access(Protocol):
         """Begin to write a materialised block's weights to a folder, under their checkpoint names.
 
         They must not be changed until `written` has returned. One block is written at a time. `then` is called, in
-        another thread, when they are on disk.
-
-        Raises:
-            ArtifactError: a block before could not be written; nothing is left of its file.
+        another thread, when they are on disk. An `ArtifactError` says that a block before could not be written; nothing
+        is left of its file.
         """
 
     def written(self) -> None:
         """Wait until all blocks that `write` was given are on disk; raises as the next `write` would."""
 
     def read(self, fqn: str, folder: Path) -> None:
-        """Use the weights of a block that `write` wrote.
-
-        Raises:
-            ArtifactError: the file is missing or damaged.
-        """
+        """Use the weights of a block that `write` wrote."""
 
     def save(self, tokenizer: Any | None, written: Path, folder: Path) -> None:
         """Save the model in transformers' format; `written` is the folder that changed blocks were written to."""
@@ -155,15 +149,15 @@ class InMemory:
 
     @property
     def device(self) -> torch.device:
-        device: torch.device = next(self.model.parameters()).device
-        return device
+        return next(self.model.parameters()).device  # type: ignore[no-any-return]
 
     @contextmanager
     def materialise(self, fqn: str) -> Iterator[nn.Module]:
         yield self.model.get_submodule(fqn)
 
     def read_ahead(self, fqn: str) -> None:
-        """Do nothing: all weights are in memory."""
+        if self.base is not None:
+            self.base.read_ahead(fqn)
 
     def logits(self, batches: Sequence[Tensor]) -> Iterator[Tensor]:
         for batch in batches:
@@ -212,28 +206,16 @@ def differences(access: Access, fqn: str, linears: Mapping[str, Linear]) -> Iter
         yield {name: replace(linear, base=based[name]) for name, linear in linears.items()}
 
 
-def read_ahead(access: Access, fqn: str) -> None:
-    """Begin to read the block that is materialised next, of the base too."""
-    access.read_ahead(fqn)
-    if access.base is not None:
-        access.base.read_ahead(fqn)
-
-
 def in_place_of(access: Access, fqn: str) -> nn.Module | None:
     """Return what a block that is dropped becomes: the base's, or None where it is left out."""
     return None if access.base is None else access.base.model.get_submodule(fqn)
 
 
 def new_weight(linear: Linear, keep: Tensor, weight: Tensor | None) -> Tensor:
-    """Return what a linear's module holds after pruning, in its dtype.
+    """Return what a linear's module holds after pruning, in its dtype; `weight` is the new `linear.weight`, if any.
 
-    What is dropped is 0.0, never -0.0, or the base's to the bit. What was kept as it was stays the model's own: the sum
-    of base and difference would round it.
-
-    Args:
-        linear: the dense linear.
-        keep: its mask, bool [out_features, in_features].
-        weight: the new `linear.weight`; None if what is kept stays.
+    What the mask `keep`, bool [out_features, in_features], drops is 0.0, never -0.0, or the base's to the bit. What was
+    kept as it was stays the model's own: the sum of base and difference would round it.
     """
     held, base = linear.held, linear.base
     keep, new = keep.to(held.device), None if weight is None else weight.to(held.device)

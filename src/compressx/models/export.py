@@ -104,10 +104,9 @@ def model_folder(folder: Path) -> Path:
 
 
 def check_output(target: Path, *, replace: bool = False) -> None:
-    """Refuse a target that cannot be written or must not be replaced.
+    """Refuse all but a missing folder, an empty one, and an earlier output (with `report.json` and `recipe.yaml`).
 
-    Accepted are a missing folder, an empty one, and an earlier output (with `report.json` and `recipe.yaml`), with
-    files that no run wrote only if `replace`.
+    One with files that no run wrote is accepted only if `replace`.
     """
     folder = _resolved(target)
     with os_errors_named("look into", folder):
@@ -243,11 +242,20 @@ def _resumable(folder: Path, *, resume: bool, restart: bool) -> Path | None:
 
 
 def _made(folder: Path, *, resume: bool, restart: bool) -> Path:
-    """Return the folder to fill, beside the output: a new one, or that of an interrupted run."""
+    """Return the folder to fill, beside the output: a new one, or that of an interrupted run.
+
+    Partial folders of ended processes are removed, and earlier outputs that they had moved aside restored.
+    """
     with os_errors_named("create", folder):
         left = _resumable(folder, resume=resume, restart=restart)
         building = left or _sibling(folder, "partial", secrets.token_hex(4))
-        _clear_leftovers(folder, building)
+        for partial in unfinished(folder):
+            if partial != building:
+                _remove(partial)
+        for path in [*folder.parent.iterdir()]:
+            start, _, token = path.name.rpartition("-")
+            if start == f".{folder.name}.earlier" and not _sibling(folder, "partial", token).exists():
+                _settle(path, folder)
         building.mkdir(exist_ok=True)
         for part in [building, *building.rglob("*")]:
             if part.is_symlink() or not (part.is_dir() or part.is_file()):
@@ -268,17 +276,6 @@ def _resolved(target: Path) -> Path:
 
 def _sibling(folder: Path, role: Literal["partial", "earlier"], token: str) -> Path:
     return folder.with_name(f".{folder.name}.{role}-{token}")
-
-
-def _clear_leftovers(folder: Path, kept: Path) -> None:
-    """Remove the partial folders of ended processes, and restore earlier outputs that they had moved aside."""
-    for partial in unfinished(folder):
-        if partial != kept:
-            _remove(partial)
-    for path in [*folder.parent.iterdir()]:
-        start, _, token = path.name.rpartition("-")
-        if start == f".{folder.name}.earlier" and not _sibling(folder, "partial", token).exists():
-            _settle(path, folder)
 
 
 def _settle(earlier: Path, folder: Path) -> None:

@@ -29,19 +29,11 @@ def first_token(tokenizer: Any, model: Any) -> int:
 def sample_sequences(
     model: Any, first: int, settings: Generate, length: int, progress: Callable[[int, int], None] = lambda _i, _n: None
 ) -> Tensor:
-    """Sample sequences from the model's unchanged predictions.
+    """Sample sequences from the model's unchanged predictions: int64 [samples, length], on the CPU.
 
-    A sequence goes on after an end-of-text token, as packed training text does, so that all have the same length.
-
-    Args:
-        model: a transformers causal language model in evaluation mode, with all weights in memory.
-        first: the first token of each sequence, from `first_token`.
-        settings: number of sequences, seed and batch size.
-        length: tokens in a sequence, the first included.
-        progress: called with the number of sequences done and their total.
-
-    Returns:
-        int64 [samples, length], on the CPU; the global random state is unchanged.
+    A sequence begins with `first`. It goes on after an end-of-text token, as packed training text does, so that all
+    have the same length. The global random state is unchanged. All weights have to be in memory; `progress` is called
+    with the number of sequences done and their total.
     """
     from transformers import GenerationConfig
 

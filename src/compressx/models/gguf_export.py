@@ -27,13 +27,14 @@ from compressx.api.hooks import hookimpl
 from compressx.api.patterns import UnitKind, Units
 from compressx.api.projections import head_size
 from compressx.api.pruner import Block
-from compressx.models import gguf_header, gguf_settings
+from compressx.models import gguf_settings
 from compressx.models.access import Access
 from compressx.models.architecture import architecture_of, find_blocks, text_config
 from compressx.models.checkpoint import Checkpoint, find_local
-from compressx.models.gguf_tokenizer import own_tokenizer
+from compressx.models.gguf_header import BLOCK, GgufHeader, read_once
 from compressx.models.loading import load_skeleton
 from compressx.models.shards import OUTSIDE
+from compressx.models.tokenizer import own_tokenizer
 from compressx.models.units import find_units
 from compressx.runtime.errors import ArtifactError, UnsupportedModelError
 from compressx.runtime.files import written_whole
@@ -53,11 +54,9 @@ FEWER_HEADS = {"llama", "qwen2", "qwen3", "gemma2", "gemma3", "deci"}
 OWN_WIDTHS = {"llama", "qwen2", "deci"}
 """Those that llama.cpp's `deci` computes as well, whose blocks have heads and widths of their own."""
 _NOT_COPIED = re.compile(
-    r"general\.(architecture|alignment|size_label|file_type|quantization_version)|(split|quantize)\..*"
+    r"general\.(architecture|alignment|size_label|file_type|quantization_version)|(GGUF|split|quantize)\..*"
 )
 """Metadata of the file itself, and what is no longer so."""
-_BLOCK_OF = re.compile(r"^blk\.(\d+)\.")
-
 _MOST = 65504.0
 """The largest float16: of values, and of scales of Q8_0 to Q4_1."""
 
@@ -65,16 +64,10 @@ _log = logging.getLogger(__name__)
 
 
 def stored_type(name: str, shape: Sequence[int], kind: str, *, tied: bool) -> str:
-    """Return the type in which a file of a kind stores a tensor, as llama.cpp's llama-quantize does.
+    """Return the type in which a file of a kind stores a tensor, rows first, as llama.cpp's llama-quantize does.
 
     That takes Q6_K for the output matrix of files of 4 and 5 bits, which the package `gguf` cannot write; here it is
-    Q8_0, as there where rows are no multiples of 256.
-
-    Args:
-        name: in the file, such as `blk.0.ffn_up.weight`.
-        shape: rows first.
-        kind: one of `KINDS`.
-        tied: whether the embedding is the output matrix, too.
+    Q8_0, as there where rows are no multiples of 256. `tied` says that the embedding is the output matrix, too.
     """
     if len(shape) == 1 or _IN_FLOAT.search(name):
         return "F32"
@@ -112,53 +105,43 @@ class GgufOptions(BaseModel):
         return kind
 
 
-@dataclass(frozen=True, eq=False)
-class TemplateGguf:
-    """A GGUF file of the dense model: metadata, and shapes, rows first, as in `gguf_header`; none of its weights."""
+def template_of(like: Path | None, source: Path | None = None) -> GgufHeader:
+    """Return the header of the GGUF file that is given, or of the one that the model was read from.
 
-    path: Path
-    values: Mapping[str, Any]
-    shapes: Mapping[str, tuple[int, ...]]
-
-    @classmethod
-    def read(cls, given: Path | None, source: Path | None) -> TemplateGguf:
-        """Read the header of the file that is given, or of the one that the model was read from."""
-        if (path := given or source) is None or path.expanduser().is_dir():
-            found = "" if path is None else f"like: {path} is a folder; "
-            raise ArtifactError(
-                f"{found}format gguf takes metadata and tokenizer from a GGUF file of the dense model; name it as "
-                "like: FILE under options, or after --like, or there a recipe that prunes it; llama.cpp's "
-                "convert_hf_to_gguf.py makes it from the model's folder"
-            )
-        path = find_local(path)
-        values = gguf_header.values_of(path)
-        if not str(values.get("tokenizer.ggml.tokens")).endswith(" entries"):
-            raise ArtifactError(f"{path} has no tokenizer.ggml.tokens, which llama.cpp needs; name another under like:")
-        return cls(path, values, gguf_header.shapes_of(path))
-
-    @property
-    def architecture(self) -> str:
-        """As llama.cpp calls it."""
-        return str(self.values["general.architecture"])
-
-    @property
-    def of_each_block(self) -> list[str]:
-        """Keys with a number for each block, which a file of `deci` has as well, and compressx changes there alone."""
-        start, depth = f"{self.architecture}.", self.values.get(f"{self.architecture}.block_count")
-        found = [key for key, x in self.values.items() if key.startswith(start) and x == f"{depth} entries"]
-        return [] if self.architecture == "deci" else found
+    It is of the dense model, and has the metadata and the shapes; none of its weights are read.
+    """
+    if (path := like or source) is None or path.expanduser().is_dir():
+        found = "" if path is None else f"like: {path} is a folder; "
+        raise ArtifactError(
+            f"{found}format gguf takes metadata and tokenizer from a GGUF file of the dense model; name it as "
+            "like: FILE under options, or after --like, or there a recipe that prunes it; llama.cpp's "
+            "convert_hf_to_gguf.py makes it from the model's folder"
+        )
+    template = GgufHeader.of(find_local(path))
+    if not str(template.values.get("tokenizer.ggml.tokens")).endswith(" entries"):
+        raise ArtifactError(
+            f"{template.path} has no tokenizer.ggml.tokens, which llama.cpp needs; name another under like:"
+        )
+    return template
 
 
-def refuse_foreign(model: Any, template: TemplateGguf) -> None:
+def _of_each_block(template: GgufHeader) -> list[str]:
+    """Return keys with a number for each block, which a file of `deci` has as well, and which change there alone."""
+    start, depth = f"{template.architecture}.", template.get("block_count")
+    found = [key for key, x in template.values.items() if key.startswith(start) and x == f"{depth} entries"]
+    return [] if template.architecture == "deci" else found
+
+
+def refuse_foreign(model: Any, template: GgufHeader) -> None:
     """Refuse a GGUF file of another model than the transformers model, which may be smaller and on `meta`."""
     ours = text_config(model)
-    theirs = text_config(load_skeleton(Checkpoint(str(template.path.parent), template.path.name)))
+    theirs = text_config(load_skeleton(Checkpoint(str(template.path.parent), template.path)))
     kinds = [{"mistral": "llama"}.get(x.model_type, x.model_type) for x in (ours, theirs)]
     sizes = [head_size(None, x) for x in (ours, theirs)]
     for key, (here, there) in {"model_type": kinds, "head size": sizes}.items():
         if here != there:
             raise gguf_settings.foreign(template.path, key, there, here)
-    gguf_settings.refuse_unsayable(ours, theirs, gguf_settings.FileHeader.of(template.path))
+    gguf_settings.refuse_unsayable(ours, theirs, template.as_llama)
     for name in ("num_attention_heads", "num_key_value_heads"):
         here, there = (getattr(x, name, None) for x in (ours, theirs))
         if template.architecture not in FEWER_HEADS and here is not None and here != there:
@@ -208,14 +191,14 @@ def _alive(block: Block, kinds: Collection[UnitKind]) -> dict[UnitKind, _Alive]:
     return found
 
 
-def kept_blocks(access: Access, template: TemplateGguf) -> tuple[str, list[_KeptBlock]]:
+def kept_blocks(access: Access, template: GgufHeader) -> tuple[str, list[_KeptBlock]]:
     """Choose what is written of each block: no dead neurons, key/value groups and blocks, as far as a file can say so.
 
     Returns:
         The architecture of the file: the template's, or `deci` where blocks differ; and the blocks that are left.
     """
     known, every, architecture = architecture_of(access.model), {}, template.architecture
-    if template.of_each_block:
+    if _of_each_block(template):
         return architecture, [_KeptBlock(fqn) for fqn in known.blocks]
     kinds: tuple[UnitKind, ...] = ("neurons", "kv-groups") if architecture in FEWER_HEADS else ("neurons",)
     config = text_config(access.model)
@@ -300,12 +283,12 @@ class _Written:
 class _FileLayout:
     """How transformers' tensors of one model lie in a file: its own readers, and what undoes them."""
 
-    def __init__(self, model: Any, template: TemplateGguf, architecture: str) -> None:
+    def __init__(self, model: Any, template: GgufHeader, architecture: str) -> None:
         from transformers import modeling_gguf_pytorch_utils as readers
 
         self.model, self.template = model, template
         self.config = text_config(model).to_dict()
-        with quiet_libraries(), gguf_header.read_once(template.path):
+        with quiet_libraries(), read_once(template.path):
             known: Any = readers.TENSOR_PROCESSORS
             self._kind = known.get(
                 "llama" if architecture == "deci" else template.architecture, readers.TensorProcessor
@@ -315,9 +298,9 @@ class _FileLayout:
             )
         self.largest: dict[str, tuple[int, ...]] = {}  # shapes, of blocks by the name after the block's number
         for name, shape in template.shapes.items():
-            key = _BLOCK_OF.sub("", name)
+            key = BLOCK.sub("", name)
             self.largest[key] = tuple(map(max, shape, self.largest.get(key, shape)))
-        own = {name: _BLOCK_OF.sub("", name) for name in mapped}  # of experts without `.weight`
+        own = {name: BLOCK.sub("", name) for name in mapped}  # of experts without `.weight`
         self.sources = {
             name if own[name] in self.largest or "." in own[name] else f"{name}.weight": source
             for name, source in mapped.items()
@@ -336,7 +319,7 @@ class _FileLayout:
                 f"format gguf: {lost[0]} of {type(self.model).__name__} has no place in GGUF files of "
                 f"{self.template.architecture} that transformers reads; export another format"
             )
-        keys = {_BLOCK_OF.sub("", name) for name in self.sources}
+        keys = {BLOCK.sub("", name) for name in self.sources}
         head = self.model.get_output_embeddings()
         tied = head is None or head.weight is self.model.get_input_embeddings().weight
         if "output.weight" not in largest and tied and self.template.architecture not in gguf_settings.OWN_HEAD:
@@ -410,7 +393,7 @@ class _FileLayout:
         copied = (name for name in self.template.shapes if name.startswith("rope_f"))
         found[-1] = [_Written(name, "", None, self.template.shapes[name], "F32") for name in copied]
         for name, source in self.sources.items():
-            key, match = _BLOCK_OF.sub("", name), _BLOCK_OF.match(name)
+            key, match = BLOCK.sub("", name), BLOCK.match(name)
             i, block = kept.get(int(match[1]), (0, None)) if match else (-1, None)
             if match and (block is None or (block.groups == 0 and key.startswith("attn_"))):
                 continue
@@ -430,9 +413,9 @@ class _FileLayout:
         template, config = self.template, self.config
         shapes = {x.name: x.shape for x in tensors}
         if scalar := config.get("query_pre_attn_scalar"):
-            theirs = gguf_settings.query_scalar(gguf_settings.FileHeader.of(template.path), len(blocks))
+            theirs = gguf_settings.query_scalar(template, len(blocks))
             self.query_factor = math.sqrt(theirs / scalar)
-        if each := template.of_each_block:
+        if each := _of_each_block(template):
             if any(shapes.get(name) != shape for name, shape in template.shapes.items()):
                 raise UnsupportedModelError(
                     f"format gguf: {each[0]} of {template.path} has a number for each block, which compressx does not "
@@ -440,7 +423,7 @@ class _FileLayout:
                 )
             return {}
         found: dict[str, Any] = {"block_count": len(blocks)}
-        length = template.values.get(f"{template.architecture}.context_length", 0)
+        length = template.get("context_length", 0)
         if (context := gguf_settings.context_of(text_config(self.model), template.architecture) or length) < length:
             _log.warning("gguf: context_length is %d, the model's window: llama.cpp has none for %s", context,
                          template.architecture)  # fmt: skip
@@ -462,7 +445,7 @@ class _FileLayout:
 
 
 def export_gguf(
-    access: Access, template: TemplateGguf, kind: str, path: Path, own: Mapping[str, Any] | None = None
+    access: Access, template: GgufHeader, kind: str, path: Path, own: Mapping[str, Any] | None = None
 ) -> str:
     """Write a model to a GGUF file, one tensor at a time, and return a line about it.
 
@@ -484,10 +467,10 @@ def export_gguf(
     tensors = layout.written(blocks, kind)
     changed = {**layout.numbers(architecture, blocks, tensors), **(own or {})}
     with written_whole(path) as beside, contextlib.closing(Writer(beside, architecture)) as writer:
-        for key, packed in gguf_header.packed_values(template.path).items():
+        for key, x in template.fields.items():
             new = re.sub(f"^{re.escape(template.architecture)}[.]", f"{architecture}.", key)
             if not _NOT_COPIED.fullmatch(key) and new not in changed:
-                writer.add_key_value(new, packed, GGUFValueType.UINT8)
+                writer.add_key_value(new, b"".join(part.tobytes() for part in x.parts[2:]), GGUFValueType.UINT8)
         add: Mapping[type, Any] = {list: writer.add_array, str: writer.add_string, bool: writer.add_bool}
         for key, value in changed.items():
             if value is not None:
@@ -508,7 +491,7 @@ def export_gguf(
 
 def _values(access: Access, layout: _FileLayout, tensors: Sequence[_Written]) -> Iterator[np.ndarray]:
     """Yield each tensor's values as they lie in the file, float32, while its block is materialised."""
-    copied = gguf_header.stored_arrays(layout.template.path)
+    copied = layout.template.arrays
     for fqn, group in itertools.groupby(tensors, lambda x: OUTSIDE if x.block is None else x.block.fqn):
         with access.materialise(fqn):
             for x in group:
@@ -538,11 +521,11 @@ def _described(architecture: str, blocks: Sequence[_KeptBlock]) -> str:
     return ", ".join(parts)
 
 
-def _planned(planned: PlannedModel, options: GgufOptions) -> tuple[TemplateGguf, list[_Written]]:
+def _planned(planned: PlannedModel, options: GgufOptions) -> tuple[GgufHeader, list[_Written]]:
     """Return the template and the tensors of the file of a model."""
-    template = TemplateGguf.read(options.like, planned.source)
+    template = template_of(options.like, planned.source)
     refuse_foreign(planned.model, template)
-    own_tokenizer(template.path, template.values, planned.tokenizer)
+    own_tokenizer(template, planned.tokenizer)
     kept = [_KeptBlock(fqn) for fqn in find_blocks(planned.model)]
     return template, _FileLayout(planned.model, template, template.architecture).written(kept, options.type)
 
@@ -567,16 +550,15 @@ class GgufExporter:
     def tensor_bytes(self, planned: PlannedModel) -> dict[str, int]:
         """Return the bytes of each tensor, and under the empty name some 4096 too much, for lists of widths."""
         template, tensors = _planned(planned, self.options)
-        weights = sum(int(x.nbytes) for x in gguf_header.stored_arrays(template.path).values())
+        weights = sum(int(x.nbytes) for x in template.arrays.values())
         found = {"": 4096 + template.path.stat().st_size - weights}
         for x in tensors:
             found[x.source] = found.get(x.source, 0) + stored_bytes(x.shape, x.stored)
         return found
 
     def export(self, model: FinishedModel, folder: Path) -> str:
-        """Write the file."""
-        template = TemplateGguf.read(self.options.like, model.source)
-        own = own_tokenizer(template.path, template.values, model.tokenizer, model.folder)
+        template = template_of(self.options.like, model.source)
+        own = own_tokenizer(template, model.tokenizer, model.folder)
         return export_gguf(model.access, template, self.options.type, folder / self.loads, own=own)
 
 

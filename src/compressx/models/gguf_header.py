@@ -1,16 +1,15 @@
-"""The header of a GGUF file, which is parsed in Python, entry by entry: once a load, and not again for its values."""
+"""The header of a GGUF file, which is parsed in Python, entry by entry, and so only once a load."""
 
 from __future__ import annotations
 
 import itertools
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -18,8 +17,80 @@ import numpy as np
 
 from compressx.runtime.errors import ArtifactError, one_line
 
+BLOCK = re.compile(r"^blk\.(\d+)\.")
+"""How the names of tensors in a block begin."""
 _MOST_READS = 8_000_000
 """Of strings and numbers in a header; the largest vocabularies take two millions."""
+
+
+@dataclass(frozen=True, eq=False)
+class GgufHeader:
+    """The header of a GGUF file: its fields and tensors, as the package `gguf` reads them, no weights.
+
+    transformers takes it for a `gguf.GGUFReader`.
+    """
+
+    path: Path
+    fields: Mapping[str, Any]
+    tensors: Sequence[Any]
+
+    @classmethod
+    def of(cls, path: str | os.PathLike[str]) -> GgufHeader:
+        """Read a file's header, if it is not the one that was read last and is as it was."""
+        found = Path(path).stat()
+        return _parsed(Path(path).absolute(), found.st_mtime_ns, found.st_size)
+
+    @cached_property
+    def as_llama(self) -> GgufHeader:
+        """Of llama.cpp's `deci` the header of a `llama`, or `qwen2`, whose blocks have one size; others themselves."""
+        return _of_one_size(self) if self.architecture == "deci" else self
+
+    @cached_property
+    def values(self) -> Mapping[str, Any]:
+        """The values of the metadata by key, such as `general.license`; of an array `N entries`."""
+        arrays = {key for key, field in self.fields.items() if field.types[0] == field.types[0].ARRAY}
+        return {key: f"{len(x.data)} entries" if key in arrays else x.contents() for key, x in self.fields.items()}
+
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the tensors by name, rows first, in their order."""
+        return {x.name: tuple(int(n) for n in x.shape[::-1]) for x in self.tensors}
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """The names of the tensors."""
+        return frozenset(x.name for x in self.tensors)
+
+    @cached_property
+    def kinds(self) -> frozenset[str]:
+        """The names of the tensors, those of blocks without the blocks' numbers."""
+        return frozenset(BLOCK.sub("", name) for name in self.names)
+
+    @property
+    def arrays(self) -> dict[str, Any]:
+        """The stored arrays of the tensors by name, not dequantized."""
+        return {x.name: x.data for x in self.tensors}
+
+    @cached_property
+    def architecture(self) -> str:
+        """As llama.cpp calls it."""
+        return str(self.fields["general.architecture"].contents())
+
+    def value(self, key: str, default: Any = None) -> Any:
+        """Return a value of the metadata, also an array, of whose texts nothing was known before."""
+        try:
+            return self.fields[key].contents() if key in self.fields else default
+        except UnicodeDecodeError as error:
+            raise ArtifactError(f"{self.path}: {key} has texts that are not in UTF-8; download it again") from error
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return a value of the architecture's metadata."""
+        return self.value(f"{self.architecture}.{key}", default)
+
+    @property
+    def head(self) -> int:
+        """The size of a head."""
+        return int(self.get("attention.key_length") or self.get("embedding_length") // self.get("attention.head_count"))
 
 
 @contextmanager
@@ -30,63 +101,21 @@ def read_once(path: Path) -> Iterator[None]:
     """
     import gguf
 
-    _reader(path)  # checked before transformers parses it its own way
+    GgufHeader.of(path)  # checked before transformers parses it its own way
     with (
-        patch("gguf.GGUFReader", lambda path: _of_one_size(_reader(path))),
+        patch("gguf.GGUFReader", lambda path: GgufHeader.of(path).as_llama),
         patch("gguf.get_tensor_name_map", lru_cache(maxsize=1)(gguf.get_tensor_name_map)),
     ):
         yield
 
 
-def as_read(path: Path) -> Any:
-    """Return the fields and tensors of a file as transformers is given them, zeros that are put in for `deci` too."""
-    return _of_one_size(_reader(path))
-
-
-def close(path: Path) -> None:
-    """Let go of a parsed header, which keeps the file open; its values stay."""
-    values_of(path)
+def let_go() -> None:
+    """Let go of the header that was read last, which keeps its file open and is large."""
     _parsed.cache_clear()
 
 
-def values_of(path: Path) -> Mapping[str, Any]:
-    """Return the values in a file's metadata by key, such as `general.license`; of an array `N entries`."""
-    return _values(*_version(path))
-
-
-def stored_arrays(path: Path) -> Mapping[str, Any]:
-    """Return the stored arrays of a file's tensors, not dequantized, by name."""
-    return {x.name: x.data for x in _reader(path).tensors}
-
-
-def shapes_of(path: Path) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a file's tensors by name, rows first, in its order."""
-    return {x.name: tuple(int(n) for n in x.shape[::-1]) for x in _reader(path).tensors}
-
-
-def packed_values(path: Path) -> dict[str, bytes]:
-    """Return the values in a file's metadata by key as they stand there, each after its type."""
-    found = {key: x.parts[2:] for key, x in _reader(path).fields.items() if not key.startswith("GGUF.")}
-    return {key: b"".join(part.tobytes() for part in parts) for key, parts in found.items()}
-
-
-def array_of(path: Path, key: str) -> list[Any]:
-    """Return an array in a file's metadata, empty if it has none."""
-    field = _reader(path).fields.get(key)
-    return [] if field is None else list(field.contents())
-
-
-def _reader(path: str | os.PathLike[str]) -> Any:
-    return _parsed(*_version(path))
-
-
-def _version(path: str | os.PathLike[str]) -> tuple[str, int, int]:
-    found = Path(path).stat()
-    return str(Path(path).absolute()), found.st_mtime_ns, found.st_size
-
-
 @lru_cache(maxsize=1)
-def _parsed(path: str, _modified: int, _size: int) -> Any:
+def _parsed(path: Path, _modified: int, _size: int) -> GgufHeader:
     from gguf.gguf_reader import GGUFReader
 
     class Reader(GGUFReader):  # type: ignore[misc] # untyped
@@ -114,14 +143,15 @@ def _parsed(path: str, _modified: int, _size: int) -> Any:
     try:
         with np.errstate(over="raise"):
             reader = Reader(path)
-        wrong = _fault(_contents(reader), [x.name for x in reader.tensors])
+        header = GgufHeader(path, reader.fields, reader.tensors)
+        wrong = _fault(header.values, [x.name for x in header.tensors])
     except Exception as error:  # whatever a damaged header leads to
         raise ArtifactError(
             f"{path} is not a GGUF file, or it is truncated: {one_line(str(error))[:300]}; download it again"
         ) from error
     if wrong or reader.byte_order != "I":
         raise ArtifactError(f"{path}: {(wrong or 'its numbers are in the other byte order')[:300]}")
-    return reader
+    return header
 
 
 def _fault(values: Mapping[str, Any], names: list[str]) -> str | None:
@@ -167,26 +197,23 @@ class _Padded:
         return whole
 
 
-def _of_one_size(reader: Any) -> Any:
-    """Return a file of llama.cpp's `deci` as one of `llama`, or `qwen2`, whose blocks all have the size of the largest.
+def _of_one_size(header: GgufHeader) -> GgufHeader:
+    """Return a file of `deci` as one of `llama`, or `qwen2`, whose blocks all have the size of the largest.
 
-    What a block lacks are zeros: heads, neurons, or its attention. Other files are returned as they are.
+    What a block lacks are zeros: heads, neurons, or its attention.
     """
     from gguf.gguf_reader import ReaderField
 
-    fields = reader.fields
-    if fields["general.architecture"].contents() != "deci":
-        return reader
-    shapes: dict[str, tuple[int, ...]] = {}
+    fields, shapes = header.fields, dict[str, tuple[int, ...]]()
     try:
-        blocks: list[dict[str, Any]] = [{} for _ in range(fields["deci.block_count"].contents())]
-        for x in reader.tensors:
+        blocks: list[dict[str, Any]] = [{} for _ in range(header.get("block_count"))]
+        for x in header.tensors:
             if x.name.startswith("blk."):
                 _, number, own = x.name.split(".", 2)
                 blocks[int(number)][own] = x
-                shape = tuple(int(n) for n in x.shape[::-1])
+                shape = header.shapes[x.name]
                 shapes[own] = tuple(map(max, shape, shapes.get(own, shape)))
-        head = int(fields["deci.attention.key_length"].contents())
+        head = int(header.get("attention.key_length"))
         attending = [x for x in blocks if "attn_output.weight" in x]
         (per_group,) = {int(x["attn_q.weight"].shape[1]) / int(x["attn_k.weight"].shape[1]) for x in attending}
         (query, hidden), wide = shapes["attn_q.weight"], shapes["ffn_down.weight"][1]
@@ -209,19 +236,8 @@ def _of_one_size(reader: Any) -> Any:
     seen["general.architecture"] = ReaderField(0, "", [np.frombuffer(kind.encode(), np.uint8)], [0], text.types)
     for key, value in numbers.items():
         seen[f"{kind}.{key}"] = ReaderField(0, "", [np.array([value], np.uint32)], [0], number32.types)
-    tensors = [x for x in reader.tensors if not x.name.startswith("blk.")]
+    tensors = [x for x in header.tensors if not x.name.startswith("blk.")]
     for (i, block), own in itertools.product(enumerate(blocks), shapes):
         turned = head if kind == "qwen2" and own.startswith(("attn_q", "attn_k")) else 0
         tensors.append(_Padded(f"blk.{i}.{own}", shapes[own], block.get(own), turned))
-    return SimpleNamespace(fields=seen, tensors=tensors)
-
-
-def _contents(reader: Any) -> Mapping[str, Any]:
-    """Return the values in a header by key; of an array how many there are."""
-    arrays = {key for key, field in reader.fields.items() if field.types[0] == field.types[0].ARRAY}
-    return {key: f"{len(x.data)} entries" if key in arrays else x.contents() for key, x in reader.fields.items()}
-
-
-@lru_cache(maxsize=1)
-def _values(path: str, modified: int, size: int) -> Mapping[str, Any]:
-    return _contents(_parsed(path, modified, size))
+    return GgufHeader(header.path, seen, tensors)

@@ -13,68 +13,32 @@ import dataclasses
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from compressx.models import gguf_header
+from compressx.models.gguf_header import GgufHeader
 from compressx.runtime.errors import ArtifactError, UnsupportedModelError
-
-
-@dataclass(frozen=True, eq=False)
-class FileHeader:
-    """The header of a file, of `deci` as the `llama` or `qwen2` that transformers is given."""
-
-    path: Path
-    fields: Mapping[str, Any]
-    tensors: frozenset[str]
-
-    @classmethod
-    def of(cls, path: Path) -> FileHeader:
-        """Read the header of a file."""
-        reader = gguf_header.as_read(path)
-        return cls(path, reader.fields, frozenset(x.name for x in reader.tensors))
-
-    @cached_property
-    def names(self) -> frozenset[str]:
-        """Names of tensors, those of blocks without their numbers."""
-        return frozenset(re.sub(r"^blk\.\d+\.", "", name) for name in self.tensors)
-
-    @cached_property
-    def architecture(self) -> str:
-        """As llama.cpp calls it."""
-        return str(self.fields["general.architecture"].contents())
-
-    def get(self, key: str, default: Any = None) -> Any:
-        """Return a value of the architecture's metadata."""
-        found = self.fields.get(f"{self.architecture}.{key}")
-        return default if found is None else found.contents()
-
-    @property
-    def head(self) -> int:
-        """The size of a head."""
-        return int(self.get("attention.key_length") or self.get("embedding_length") // self.get("attention.head_count"))
 
 
 class Derived(NamedTuple):
     """A setting that no key says by itself: from what llama.cpp takes it."""
 
     words: str
-    read: Callable[[FileHeader], Any]
+    read: Callable[[GgufHeader], Any]
 
 
 Rules: TypeAlias = Mapping[str, str | Derived]
 
 
 def _by(tensor: str) -> Derived:
-    return Derived(f"whether there is `{tensor}`", lambda header: tensor in header.names)
+    return Derived(f"whether there is `{tensor}`", lambda header: tensor in header.kinds)
 
 
 def _local(every: int) -> Derived:
-    def read(header: FileHeader) -> list[str]:
+    def read(header: GgufHeader) -> list[str]:
         count, each = header.get("block_count"), header.get("attention.sliding_window_pattern", every)
         local = each if isinstance(each, list) else [i % each < each - 1 for i in range(count)]
         if header.architecture == "gemma3" and not header.get("attention.sliding_window"):
@@ -84,7 +48,7 @@ def _local(every: int) -> Derived:
     return Derived(f"`attention.sliding_window_pattern`, or one block of {every} is global", read)
 
 
-def query_scalar(header: FileHeader, blocks: int) -> int:
+def query_scalar(header: GgufHeader, blocks: int) -> int:
     """Return what llama.cpp divides Gemma's queries by the root of: it knows the largest by the number of blocks."""
     own = blocks == {"gemma2": 46, "gemma3": 62}.get(header.architecture)
     return int(header.get("embedding_length") // header.get("attention.head_count")) if own else header.head
@@ -140,7 +104,7 @@ SETTINGS: Mapping[str, Rules] = {
     "stablelm": {
         "layer_norm_eps": _EPSILON, "use_qkv_bias": _by("attn_q.bias"),
         "use_parallel_residual": Derived(
-            "whether there is no `ffn_norm.weight`", lambda header: "ffn_norm.weight" not in header.names
+            "whether there is no `ffn_norm.weight`", lambda header: "ffn_norm.weight" not in header.kinds
         ),
     },
     "starcoder2": {"norm_epsilon": _EPSILON},
@@ -172,7 +136,7 @@ _GELUS = {"gelu", "gelu_new", "gelu_fast", "gelu_python", "gelu_pytorch_tanh", "
 """Approximations of one function, of which llama.cpp has one."""
 
 
-def _settings_of(header: FileHeader) -> Rules:
+def _settings_of(header: GgufHeader) -> Rules:
     if (found := SETTINGS.get(header.architecture)) is None:
         raise UnsupportedModelError(
             f"{header.path}: what a GGUF file of {header.architecture} leaves unsaid is not known here; expected one "
@@ -181,19 +145,19 @@ def _settings_of(header: FileHeader) -> Rules:
     return found
 
 
-def completed(config: Any, path: Path) -> Any:
+def completed(config: Any, header: GgufHeader) -> Any:
     """Return the config that transformers read from a file with the settings that llama.cpp computes with.
 
     Refused are other architectures, positions, and keys that change the computation and have no place in a config.
     """
-    header, config = FileHeader.of(path), copy.deepcopy(config)
+    config = copy.deepcopy(config)
     if header.architecture in _BUILT:
         return config
     for name, setting in _settings_of(header).items():
         value = setting.read(header) if isinstance(setting, Derived) else header.get(setting, getattr(config, name))
         if not _same(_alike(getattr(config, name, None)), _alike(value)):
             setattr(config, name, value)
-    config.tie_word_embeddings = "output.weight" not in header.names
+    config.tie_word_embeddings = "output.weight" not in header.kinds
     _refuse_unread_keys(header)
     if header.architecture in _SQUARE and header.head * header.get("attention.head_count") != config.hidden_size:
         raise _refused(header, "attention.key_length", f"expected heads that are {config.hidden_size} wide together")
@@ -214,14 +178,14 @@ def completed(config: Any, path: Path) -> Any:
     return _positions_scaled(config, header)
 
 
-def _refused(header: FileHeader, key: str, why: str) -> UnsupportedModelError:
+def _refused(header: GgufHeader, key: str, why: str) -> UnsupportedModelError:
     return UnsupportedModelError(
         f"{header.path}: {header.architecture}.{key} is {header.get(key)!r}, {why}; give the model's folder of "
         "safetensors"
     )
 
 
-def _refuse_unread_keys(header: FileHeader) -> None:
+def _refuse_unread_keys(header: GgufHeader) -> None:
     """Refuse values of the file format that no setting reads, unless they are zero, and heads of two sizes."""
     for key in _unread_keys(header):
         if key in _known_keys() and header.get(key):
@@ -233,15 +197,14 @@ def _refuse_unread_keys(header: FileHeader) -> None:
             raise _refused(header, key, f"expected {value}")
 
 
-def unread(path: Path) -> list[str]:
+def unread(header: GgufHeader) -> list[str]:
     """Return the keys of a file that nobody knows: neither the file format nor a setting here."""
-    header = FileHeader.of(path)
     if header.architecture in _BUILT:
         return []
     return [f"{header.architecture}.{key}" for key in _unread_keys(header) if key not in _known_keys()]
 
 
-def _unread_keys(header: FileHeader) -> list[str]:
+def _unread_keys(header: GgufHeader) -> list[str]:
     """Return the keys of the architecture that nothing reads, without its name."""
     read, start = {*_READ, *_settings_of(header).values()}, f"{header.architecture}."
     own = (key.removeprefix(start) for key in header.fields if key.startswith(start))
@@ -259,39 +222,36 @@ def _known_keys() -> frozenset[str]:
     )
 
 
-def refuse_tensors(model: Any, path: Path) -> None:
+def refuse_tensors(model: Any, header: GgufHeader) -> None:
     """Refuse a file with a tensor that has no place in the model, which may be on `meta`, or without one of its own."""
-    from transformers import modeling_gguf_pytorch_utils
+    from transformers import modeling_gguf_pytorch_utils as readers
 
-    header, readers = FileHeader.of(path), modeling_gguf_pytorch_utils
     if header.architecture in _BUILT:
         return
     kind: Any = readers.TENSOR_PROCESSORS.get(header.architecture, readers.TensorProcessor)
     names = readers.get_gguf_hf_weights_map(model, kind(config={}))
     mapped = {x if x.endswith((".weight", ".bias")) else f"{x}.weight" for x in names}
-    if odd := sorted(header.tensors - mapped - {"rope_freqs.weight"}):
+    if odd := sorted(header.names - mapped - {"rope_freqs.weight"}):
         raise UnsupportedModelError(
-            f"{path}: tensor {odd[0]} has no place in {type(model).__name__}, which would compute without it; give the "
-            "model's folder of safetensors"
+            f"{header.path}: tensor {odd[0]} has no place in {type(model).__name__}, which would compute without it; "
+            "give the model's folder of safetensors"
         )
     tied = {"output.weight"} if model.config.tie_word_embeddings else set()
-    if lost := sorted(mapped - header.tensors - tied):
-        raise ArtifactError(f"{path} lacks {lost[0]}, which {type(model).__name__} needs; download it again")
+    if lost := sorted(mapped - header.names - tied):
+        raise ArtifactError(f"{header.path} lacks {lost[0]}, which {type(model).__name__} needs; download it again")
 
 
-def _positions_scaled(config: Any, header: FileHeader) -> Any:
+def _positions_scaled(config: Any, header: GgufHeader) -> Any:
     """Return a config with its file's scaling of positions, linear or Llama 3's, which transformers leaves out."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    start, own = f"{header.architecture}.rope.scal", {}
-    for key, x in header.fields.items():
-        if key.startswith(start):
-            own[key.removeprefix(start)] = x.contents()
+    start = f"{header.architecture}.rope.scal"
+    own = {key.removeprefix(start): x.contents() for key, x in header.fields.items() if key.startswith(start)}
     kind, factor, older = (own.get(key) for key in ("ing.type", "ing.factor", "e_linear"))
     factor = float((kind in {None, "linear"} and (factor or older)) or 1)
     known = {"ing.factor", "e_linear", "ing.finetuned", "ing.original_context_length"}
     odd = [f"{start}{k}" for k, x in own.items() if k not in known and x not in {0, 1, "linear", "none"}]
-    odd += [x for x in header.names if "rope_f" in x and (x != "rope_freqs.weight" or factor != 1)]
+    odd += [x for x in header.kinds if "rope_f" in x and (x != "rope_freqs.weight" or factor != 1)]
     every = getattr(config, "rope_parameters", None) or {}
     layer = "full_attention" if "full_attention" in every else None
     plain = every[layer] if layer else every
@@ -301,7 +261,7 @@ def _positions_scaled(config: Any, header: FileHeader) -> Any:
         changed.rope_parameters = {**every, layer: new} if layer else new
         return changed, ROPE_INIT_FUNCTIONS[rope_type](changed, torch.device("cpu"), layer_type=layer)[0]
 
-    factors = torch.tensor(gguf_header.stored_arrays(header.path).get("rope_freqs.weight", factor))
+    factors = torch.tensor(GgufHeader.of(header.path).arrays.get("rope_freqs.weight", factor))
     if not odd and bool((factors != 1).any()):
         of_llama = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
         made = scaled("linear", factor) if factor != 1 else scaled("llama3", float(factors.max()), **of_llama)
@@ -363,13 +323,10 @@ def attention_widths(config: Any) -> list[int | None]:
     return [width if kind == "sliding_attention" else None for kind in kinds]
 
 
-def refuse_unsayable(ours: Any, theirs: Any, header: FileHeader) -> None:
-    """Refuse a setting of a model to write that files of an architecture cannot say, or that this file says otherwise.
+def refuse_unsayable(ours: Any, theirs: Any, header: GgufHeader) -> None:
+    """Refuse a setting of a model that files of an architecture cannot say, or that this file says otherwise.
 
-    Args:
-        ours: the config of the model, which may have fewer blocks.
-        theirs: that of the file, as `completed` returns it.
-        header: of the file.
+    `theirs` is the file's config as `completed` returns it; the model may have fewer blocks.
     """
     kind, depth = header.architecture, ours.num_hidden_layers
     said, own = computed(theirs, kind), computed(ours, kind)

@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 
-from compressx.models import gguf_header, gguf_settings
+from compressx.models import gguf_settings
 from compressx.models.architecture import find_blocks, text_config
 from compressx.models.checkpoint import Checkpoint, explained, local_folder
-from compressx.models.gguf_tokenizer import split_as_named
+from compressx.models.gguf_header import GgufHeader, let_go, read_once
 from compressx.models.shards import are_equal, files_of, find_shards, refuse_more_blocks
-from compressx.models.tokenizer import as_in_folder
+from compressx.models.tokenizer import as_in_folder, split_as_named
 from compressx.runtime.errors import ArtifactError, UnsupportedModelError, one_line
 from compressx.runtime.quiet import quiet_libraries
 
@@ -32,8 +32,8 @@ _TOKENIZER_FILE = re.compile(r"token|vocab|merges|spiece|sentencepiece|tekken|\.
 def _reading(checkpoint: Checkpoint) -> Iterator[None]:
     """Read a checkpoint quietly, with errors explained, and the header of a GGUF file only once."""
     with quiet_libraries(), explained(checkpoint), contextlib.ExitStack() as stack:
-        if checkpoint.gguf_file is not None:
-            stack.enter_context(gguf_header.read_once(checkpoint.file))
+        if checkpoint.file is not None:
+            stack.enter_context(read_once(checkpoint.file))
         yield
 
 
@@ -46,8 +46,8 @@ def load_skeleton(checkpoint: Checkpoint) -> Any:
         build = partial(AutoModelForCausalLM.from_config, config, trust_remote_code=checkpoint.trust_remote_code)
         with torch.device("meta"):
             model = _with_its_head(checkpoint, build(), build).eval()
-        if checkpoint.gguf_file is not None:
-            gguf_settings.refuse_tensors(model, checkpoint.file)
+        if checkpoint.file is not None:
+            gguf_settings.refuse_tensors(model, GgufHeader.of(checkpoint.file).as_llama)
         return model
 
 
@@ -90,7 +90,7 @@ def dtype_of(checkpoint: Checkpoint, config: Any) -> torch.dtype:
     """Return the dtype that `load_model` loads in; of a model on the hub whose config has none, float32."""
     if checkpoint.dtype != "auto":
         return getattr(torch, checkpoint.dtype)  # type: ignore[no-any-return]
-    if checkpoint.gguf_file is not None:
+    if checkpoint.file is not None:
         return torch.float32
     return config.dtype or _stored_dtype(Path(checkpoint.location)) or torch.float32
 
@@ -115,9 +115,9 @@ def load_model(checkpoint: Checkpoint) -> Any:
     """
     from transformers import AutoModelForCausalLM
 
-    dtype = "float32" if checkpoint.gguf_file is not None and checkpoint.dtype == "auto" else checkpoint.dtype
+    dtype = "float32" if checkpoint.file is not None and checkpoint.dtype == "auto" else checkpoint.dtype
     with _reading(checkpoint):
-        if checkpoint.gguf_file is None:
+        if checkpoint.file is None:
             folder = local_folder(checkpoint)  # of the hub it is checked there before it is read
             _config(checkpoint)
             given: dict[str, Any] = {"use_safetensors": True}
@@ -125,7 +125,8 @@ def load_model(checkpoint: Checkpoint) -> Any:
             given = {"config": (skeleton := load_skeleton(checkpoint)).config}
             skeleton.tie_weights(recompute_mapping=False)
             claimed = sum(p.numel() for p in skeleton.parameters())
-            held = sum(math.prod(map(int, x.shape)) for x in gguf_header.as_read(checkpoint.file).tensors)
+            header = GgufHeader.of(checkpoint.file).as_llama
+            held = sum(math.prod(map(int, x.shape)) for x in header.tensors)
             if claimed > held:
                 raise ArtifactError(  # transformers would allocate them
                     f"{checkpoint.file} is of {claimed} numbers by its metadata, but has {held}; download it again"
@@ -134,10 +135,10 @@ def load_model(checkpoint: Checkpoint) -> Any:
             checkpoint.location, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True,
             **given, **checkpoint.arguments,
         )  # fmt: skip
-        if checkpoint.gguf_file is not None:
-            unread = (*sorted(found["unexpected_keys"]), *gguf_settings.unread(checkpoint.file))
-            gguf_header.close(checkpoint.file)
-    if found["missing_keys"] and checkpoint.gguf_file is None:
+        if checkpoint.file is not None:
+            unread = (*sorted(found["unexpected_keys"]), *gguf_settings.unread(header))
+            let_go()
+    if found["missing_keys"] and checkpoint.file is None:
 
         def tie() -> Any:
             model.all_tied_weights_keys = model.get_expanded_tied_weights_keys(all_submodels=True)
@@ -149,7 +150,7 @@ def load_model(checkpoint: Checkpoint) -> Any:
     # transformers would continue with random weights.
     if missing := sorted(found["missing_keys"]):
         raise ArtifactError(f"{checkpoint.location}: the checkpoint lacks {', '.join(missing[:3])}")
-    if checkpoint.gguf_file is None:
+    if checkpoint.file is None:
         blocks: Iterable[str] = ()
         with contextlib.suppress(UnsupportedModelError):
             blocks = find_blocks(model)
@@ -163,7 +164,7 @@ def load_model(checkpoint: Checkpoint) -> Any:
             "two belongs to another model"
         )
     untie_own_head(model)
-    model = (_without_gguf(model) if checkpoint.gguf_file is not None else model).eval()
+    model = (_without_gguf(model) if checkpoint.file is not None else model).eval()
     model.unread = unread
     return model
 
@@ -190,14 +191,12 @@ def _say_tied(model: Any, *, tied: bool) -> None:
 def _with_its_head(checkpoint: Checkpoint, model: Any, again: Callable[[], Any]) -> Any:
     """Return a model with a head of its own if its folder has one, else with the embedding's, whatever its config says.
 
-    Args:
-        checkpoint: the model's source; of the hub's and of GGUF files nothing is known before they are read.
-        model: without weights, or with.
-        again: makes the model anew, after its config was corrected.
+    Of the hub's models and of GGUF files nothing is known before they are read. `again` makes the model anew, after its
+    config was corrected.
     """
     folder, parts = Path(checkpoint.location), (model.get_output_embeddings(), model.get_input_embeddings())
     shapes = {tuple(part.weight.shape) for part in parts if getattr(part, "weight", None) is not None}
-    if checkpoint.gguf_file is not None or not folder.is_dir() or None in parts or len(shapes) != 1:
+    if checkpoint.file is not None or not folder.is_dir() or None in parts or len(shapes) != 1:
         return model
     names, files = {id(module): name for name, module in model.named_modules()}, files_of(folder)
     ends = [f".{names[id(part)]}.weight" for part in parts]
@@ -235,14 +234,14 @@ def load_tokenizer(checkpoint: Checkpoint) -> Any:
     from transformers import AutoTokenizer
 
     folder = Path(checkpoint.location)
-    local = checkpoint.gguf_file is None and folder.is_dir()
+    local = checkpoint.file is None and folder.is_dir()
     tokenizer = None
     try:
         if not local or any(_TOKENIZER_FILE.search(path.name) for path in folder.iterdir()):
             with _reading(checkpoint):
                 tokenizer = AutoTokenizer.from_pretrained(checkpoint.location, **checkpoint.arguments)
-                if checkpoint.gguf_file is not None:
-                    tokenizer = split_as_named(tokenizer, checkpoint.file)
+                if checkpoint.file is not None:
+                    tokenizer = split_as_named(tokenizer, GgufHeader.of(checkpoint.file))
                 else:
                     tokenizer = as_in_folder(tokenizer, checkpoint)
     except Exception as error:
@@ -265,8 +264,8 @@ def _config(checkpoint: Checkpoint) -> Any:
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(checkpoint.location, **checkpoint.arguments)
-    if checkpoint.gguf_file is not None:
-        config = gguf_settings.completed(config, checkpoint.file)
+    if checkpoint.file is not None:
+        config = gguf_settings.completed(config, GgufHeader.of(checkpoint.file).as_llama)
     if getattr(config, "quantization_config", None):
         raise UnsupportedModelError(
             f"{checkpoint.location} is quantized (its config has a quantization_config); prune the full-precision "

@@ -2,7 +2,8 @@
 
 `X.safetensors` becomes `X.packed.safetensors`, and the index `X.safetensors.index.json` becomes
 `X.packed.safetensors.index.json`. So nothing takes packed files for a model: transformers finds no `model.safetensors`.
-What else goes along is `export.own_files`.
+What else goes along is `export.own_files`. Everything here raises an `ArtifactError` for what is missing, damaged or
+cannot be written.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from compressx.api.exporter import ExporterSpec, FinishedModel
 from compressx.api.hooks import hookimpl
 from compressx.api.pruner import NoOptions
 from compressx.models.export import copy_files, model_folder, output_folder, room_for, without_links
-from compressx.models.packed import Base, PackedFile, PackedTensor, TensorBytes, layout_of, pack_file
+from compressx.models.layout import layout_of
+from compressx.models.packed import Base, PackedFile, PackedTensor, pack_file
 from compressx.models.shards import check_files, files_in
 from compressx.runtime.cache import cache_folder
 from compressx.runtime.errors import ArtifactError, one_line
@@ -29,22 +31,15 @@ from compressx.runtime.files import BLOCKS, STATE, locked, os_errors_named, regu
 
 _PLAIN, _PACKED = ".safetensors", ".packed.safetensors"
 _INDEX = "model.packed.safetensors.index.json"
-_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """The size of a packed model.
+    """The size of a packed model: of all weight files before and after packing, and of the files beside them.
 
-    Attributes:
-        folder: of the model.
-        tensors: every tensor, in the order of the files.
-        bytes: of all weight files before packing.
-        packed_bytes: of all weight files.
-        other_bytes: of the other files that are packed, which stay as they are.
-        base: the name of the model that it was packed against, without which it cannot be unpacked; None if of none.
+    `base` is the name of the model that it was packed against, without which it cannot be unpacked; None if of none.
     """
 
     folder: Path
@@ -70,31 +65,25 @@ def is_packed(folder: Path) -> bool:
 
 
 def needs_base(model: Path | str) -> bool:
-    """Return whether a model is a folder that is packed against a base; a damaged one is an `ArtifactError`."""
+    """Return whether a model is a folder that is packed against a base."""
     folder = model_folder(Path(model).expanduser())
     return is_packed(folder) and any(file.base is not None for file in _packed_files(folder))
 
 
 def base_in(folder: Path, name: str | None = None) -> Base:
-    """Return a base model from its folder of safetensors; reads headers only, with the errors of `check_files`.
+    """Return a base model from its folder of safetensors, or its part of the hub's cache; reads headers only.
 
-    The name is by default that of the folder, or the hub id in whose cache it is.
+    The name is by default that of the folder, or the hub id.
     """
     home = folder.resolve()
     hub = home.parents[1].name.removeprefix("models--").replace("--", "/") if home.parent.name == "snapshots" else None
-    tensors: dict[str, tuple[Path, int, TensorBytes]] = {}
-    for path in (folder / name for name in check_files(folder)):  # of two with the same name the last counts
-        layout = layout_of(path)
-        tensors |= {tensor.name: (path, layout.start, tensor) for tensor in layout.tensors}
-    return Base(one_line(name or hub or home.name), folder, tensors)
+    layouts = [layout_of(folder / file) for file in check_files(folder)]
+    files = {tensor: layout for layout in layouts for tensor in layout.tensors}  # of two with one name the last counts
+    return Base(one_line(name or hub or home.name), folder, files)
 
 
 def packed_sizes(folder: Path) -> Sizes:
-    """Return the sizes of a packed folder; reads headers only.
-
-    Raises:
-        ArtifactError: a file that is missing, damaged or not packed.
-    """
+    """Return the sizes of a packed folder; reads headers only."""
     model = model_folder(folder)
     files = _packed_files(model)
     tensors = tuple(tensor for file in files for tensor in file.sizes())
@@ -109,14 +98,12 @@ def pack_folder(
 ) -> Sizes:
     """Pack a model's folder, or an output folder with one; `progress` is called with each file.
 
-    Raises:
-        ArtifactError: an existing output, a folder that is packed or holds no complete safetensors model, a base that
-            has no tensor of the model, or files that cannot be read or written.
-        UnsupportedModelError: quantized weights, whose zeros are spread over packed integers.
+    Refused are an output that exists, a folder that is packed or not a whole model, quantized weights, whose zeros are
+    spread over packed integers, and a base that has no tensor of the model.
     """
     if is_packed(source):
         raise ArtifactError(f"{source} is packed already; compressx unpack restores it")
-    plain = _plain_files(model_folder(source))
+    plain = [model_folder(source) / name for name in check_files(model_folder(source))]
     if base is not None:
         _check_common(plain, base)
     with _new(source, output) as building:
@@ -127,13 +114,13 @@ def pack_folder(
 
 def _check_common(plain: list[Path], base: Base) -> None:
     """Refuse a base that has no tensor of a model's files with its name, dtype and shape."""
-    tensors = [tensor for path in plain for tensor in layout_of(path).tensors]
-    if any(map(base.like, tensors)):
+    tensors = {name: tensor for path in plain for name, tensor in layout_of(path).tensors.items()}
+    if any(base.like(name, tensor) for name, tensor in tensors.items()):
         return
     told = "no name of a tensor"
-    if named := next((tensor for tensor in tensors if tensor.name in base.tensors), None):
-        kinds = [f"{x.dtype} {str([*x.shape])[:80]}" for x in (named, base.tensors[named.name][2])]
-        told = f"no dtype and shape of a tensor: {one_line(named.name)[:200]} is {kinds[0]} here, {kinds[1]} there"
+    if (name := next((name for name in tensors if name in base.files), None)) is not None:
+        kinds = f"{tensors[name]} here, {base.files[name].tensors[name]} there"
+        told = f"no dtype and shape of a tensor: {one_line(name)[:200]} is {kinds}"
     raise ArtifactError(
         f"{plain[0].parent} shares with its base {base.folder} {told}; give the model that it was fine-tuned from, in "
         "the dtype that it has"
@@ -152,24 +139,12 @@ def _pack(
     return left
 
 
-def _plain_files(model: Path) -> list[Path]:
-    """Return the weight files of a model's folder; refuse a pickle beside them."""
-    if pickles := sorted(path.name for pattern in _PICKLES for path in model.glob(pattern)):
-        raise ArtifactError(
-            f"{model} also holds {pickles[0]}, a pickle checkpoint, which would stay as large as it is; remove it, or "
-            "move it away"
-        )
-    return [model / name for name in check_files(model)]
-
-
 def unpack_folder(
     source: Path, output: Path, *, base: Base | None = None, progress: Callable[[str], None] = lambda _: None
 ) -> Sizes:
     """Restore what `pack_folder` packed, weight files byte for byte; `progress` is called with each file.
 
-    Raises:
-        ArtifactError: an existing output, a folder that is not packed, a missing or damaged file, another base than it
-            was packed against, or files that cannot be read or written.
+    Refused are an output that exists, a folder that is not packed, and another base than it was packed against.
     """
     if not is_packed(source):
         raise ArtifactError(
@@ -199,12 +174,7 @@ def _check_base(folder: Path, files: Sequence[PackedFile], base: Base | None) ->
 
 
 def unpacked(folder: Path, base: Base | None = None) -> Path:
-    """Return a copy of a packed model's folder, unpacked, from the cache; unpacked into it by the first call.
-
-    Raises:
-        ArtifactError: a missing or damaged file, another base than it was packed against, or a cache that cannot be
-            written.
-    """
+    """Return a copy of a packed model's folder, unpacked, from the cache; unpacked into it by the first call."""
     files = _packed_files(folder)
     _check_base(folder, files, base)  # whether or not there is a copy
     target = cache_folder() / "unpacked" / _key(folder, files)
@@ -266,8 +236,7 @@ def _place(path: Path, source: Path, target: Path) -> Path:
 def _others(source: Path, target: Path, weights: Collection[Path]) -> tuple[dict[Path, Path], str | None]:
     """Return the files that are copied as they are, by place in the copy, and what is left out; the index is renamed.
 
-    Raises:
-        ArtifactError: a link that leaves the folder, or anything else that is no regular file.
+    Links that leave the folder, or what is no regular file, are refused.
     """
     form = _PACKED if any(_PACKED in path.name for path in weights) else _PLAIN
     index = model_folder(source) / f"model{form}.index.json"
@@ -294,9 +263,9 @@ class PackedExporter:
     """Writes what `compressx pack` does."""
 
     def export(self, model: FinishedModel, folder: Path) -> str | None:
-        """Pack the weight files, against the base if there is one, and copy the others."""
         base = None if model.base is None else base_in(model.base)  # if they have nothing in common, it is not used
-        return _pack(_plain_files(model.folder), model.folder, folder, base, lambda _: None)
+        plain = [model.folder / name for name in check_files(model.folder)]
+        return _pack(plain, model.folder, folder, base, lambda _: None)
 
 
 @hookimpl

@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,10 +43,8 @@ _QUANTIZED = re.compile(rb'"(quantization_config|compression_config|quant_algo)"
 class Shards:
     """The location of a checkpoint's tensors.
 
-    Attributes:
-        folder: with the files.
-        files: file name by tensor name.
-        members: tensor names by decoder block; `OUTSIDE` has the rest.
+    `files` has the file name by tensor name, `members` the tensor names by decoder block, with the rest under
+    `OUTSIDE`.
     """
 
     folder: Path
@@ -71,8 +69,8 @@ def own_tensors(model: Any, blocks: Iterable[str], fqn: str) -> dict[str, Tensor
 
 def of_file(path: Path, fqn: str) -> Shards:
     """Return the shards of one block, all in one file."""
-    with ExitStack() as stack:
-        names = tuple(_opened(path, stack).keys())
+    with _opened(path) as file:
+        names = tuple(file.keys())
     return Shards(path.parent, dict.fromkeys(names, path.name), {fqn: names})
 
 
@@ -87,8 +85,7 @@ def check_files(folder: Path) -> list[str]:
             if path.exists() and (said := _QUANTIZED.search(regular(path).read_bytes())):
                 raise UnsupportedModelError(f"{folder} is quantized ({path.name} has a {said[1].decode()}); {plain}")
     for file in (files := _listed(folder)):
-        with ExitStack() as stack:
-            opened = _opened(folder / file, stack)
+        with _opened(folder / file) as opened:
             stored = {name: opened.get_slice(name).get_dtype() for name in sorted(opened.keys())}
         # Other integers are positions, masks and counts.
         codes = [x for x, dtype in stored.items() if _CODE.match(dtype) or (dtype[0] in "IU" and _WEIGHT.search(x))]
@@ -112,7 +109,8 @@ def find_shards(folder: Path, model: Any, blocks: Iterable[str]) -> Shards:
     unread = []
     for name in files:
         renamed, _ = rename_source_key(name, renamings, converters, model.base_model_prefix, known)
-        members[_home(renamed, members)].append(name)
+        home = next((fqn for fqn in members if fqn and renamed.startswith(f"{fqn}.")), OUTSIDE)
+        members[home].append(name)
         if renamed not in known:
             unread.append(renamed)
     ignored = {*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()), r"rotary_emb\.inv_freq$"}
@@ -132,13 +130,9 @@ def find_shards(folder: Path, model: Any, blocks: Iterable[str]) -> Shards:
 def are_equal(folder: Path, files: Mapping[str, str], *groups: Sequence[str]) -> bool:
     """Return whether two groups of stored tensors are the same to the bit."""
     with ExitStack() as stack:
-        one, other = ([_opened(folder / files[x], stack).get_tensor(x) for x in names] for names in groups)
+        opened = {file: stack.enter_context(_opened(folder / file)) for file in {*files.values()}}
+        one, other = ([opened[files[x]].get_tensor(x) for x in names] for names in groups)
         return len(one) == len(other) and all(map(torch.equal, one, other))
-
-
-def _home(name: str, blocks: Iterable[str]) -> str:
-    """Return the block that has a tensor of a model, or `OUTSIDE`."""
-    return next((fqn for fqn in blocks if fqn and name.startswith(f"{fqn}.")), OUTSIDE)
 
 
 def _predicting(model: Any, names: Iterable[str], depth: int) -> set[str]:
@@ -181,7 +175,8 @@ def load(model: Any, shards: Shards, fqn: str, device: torch.device | str = "cpu
         weight_mapping=get_model_conversion_mapping(model),
     )
     with ExitStack() as stack, quiet_libraries():
-        files = {file: _opened(shards.folder / file, stack) for file in {shards.files[name] for name in names}}
+        used = {shards.files[name] for name in names}
+        files = {file: stack.enter_context(_opened(shards.folder / file)) for file in used}
         slices = {name: files[shards.files[name]].get_slice(name) for name in names}
         info, _ = convert_and_load_state_dict_in_model(model, slices, settings)
     if wrong := {*map(str, info.mismatched_keys), *info.conversion_errors, *info.error_msgs}:
@@ -233,8 +228,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 def each_tensor(path: Path) -> Iterator[tuple[str, Tensor]]:
     """Yield the names and tensors of a safetensors file one at a time, sorted by name."""
-    with ExitStack() as stack:
-        file = _opened(path, stack)
+    with _opened(path) as file:
         for name in sorted(file.keys()):
             yield name, file.get_tensor(name)
 
@@ -287,10 +281,10 @@ def save_model(model: Any, tokenizer: Any | None, folder: Path, tensors: Mapping
 def join(folder: Path, parts: Sequence[Shards]) -> None:
     """Link or copy `parts`, one file each, before a checkpoint's one `model.safetensors`, and write their index."""
     count = len(parts) + 1
-    with ExitStack() as stack, os_errors_named("write", folder):
+    with os_errors_named("write", folder):
         last = folder / _shard_name(count, count)
         (folder / _SINGLE).rename(last)
-        weight_map = dict.fromkeys(_opened(last, stack).keys(), last.name)
+        weight_map = dict.fromkeys(of_file(last, OUTSIDE).files, last.name)
         for number, part in enumerate(parts, start=1):
             (file,) = set(part.files.values())
             try:
@@ -307,17 +301,20 @@ def _shard_name(number: int, count: int) -> str:
     return f"model-{number:05d}-of-{count:05d}.safetensors"
 
 
-def _opened(path: Path, stack: ExitStack) -> Any:
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
     from safetensors import SafetensorError, safe_open
 
     try:
         with os_errors_named("read", path):
-            return stack.enter_context(safe_open(regular(path), framework="pt"))
+            opened = safe_open(regular(path), framework="pt")
     except SafetensorError as error:
         with path.open("rb") as file:
             pointer = file.read(len(_POINTER)) == _POINTER
         advice = "it is a git-lfs pointer; fetch the file with git lfs pull" if pointer else one_line(str(error))[:300]
         raise ArtifactError(f"{path} is not a safetensors file, or it is truncated: {advice}") from error
+    with opened:
+        yield opened
 
 
 def files_of(folder: Path) -> dict[str, str]:
@@ -328,8 +325,7 @@ def files_of(folder: Path) -> dict[str, str]:
     """
     files: dict[str, str] = {}
     for file in _listed(folder):
-        with ExitStack() as stack:
-            files |= dict.fromkeys(_opened(folder / file, stack).keys(), file)
+        files |= dict.fromkeys(of_file(folder / file, OUTSIDE).files, file)
     if odd := [name for name in files if not name.isprintable()]:
         raise ArtifactError(f"{folder} has a tensor named '{one_line(odd[0]):.80}', expected printable characters")
     return files

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,6 +20,7 @@ from compressx.models.access import Access, InMemory, WriteBehind, block_file
 from compressx.models.architecture import architecture_of, find_blocks, text_config
 from compressx.models.blockwise import StateFiles, capture, each_block, in_memory, run_around
 from compressx.models.checkpoint import Checkpoint, find_checkpoint, local_folder
+from compressx.models.layout import layout_of
 from compressx.models.loading import load_empty, load_model, load_offloaded, untie_own_head
 from compressx.models.shards import OUTSIDE, Shards, save_model
 from compressx.recipe.sources import ModelSource, Streaming
@@ -35,15 +35,13 @@ _CHUNK = 2**22
 
 def ranges(shards: Shards, fqn: str) -> Iterator[tuple[Path, int, int]]:
     """Yield file, first byte and end of each tensor of a block, in the order of the files."""
-    for file in sorted({shards.files[name] for name in shards.members[fqn]}):
-        path = shards.folder / file
-        with path.open("rb") as opened:
-            length = int.from_bytes(opened.read(8), "little")
-            if length > path.stat().st_size:
-                raise ValueError(f"{path} has a header of {length} bytes, more than the file")
-            header = json.loads(opened.read(length))
-        places = [header[name]["data_offsets"] for name in shards.members[fqn] if shards.files[name] == file]
-        yield from ((path, 8 + length + start, 8 + length + end) for start, end in sorted(places))
+    wanted = {*shards.members[fqn]}
+    for file in sorted({shards.files[name] for name in wanted}):
+        layout = layout_of(shards.folder / file)
+        for name, tensor in layout.tensors.items():
+            if name in wanted and shards.files[name] == file:
+                start, end = tensor.data_offsets
+                yield layout.path, layout.start + start, layout.start + end
 
 
 def _read(places: Iterable[tuple[Path, int, int]]) -> None:
@@ -69,13 +67,8 @@ _AHEAD_SHARE = 0.5
 class StreamedModel:
     """A model whose weights are loaded on demand and unloaded afterwards.
 
-    Attributes:
-        checkpoint: the model's source.
-        model: the transformers model in evaluation mode; unloaded parameters are on the `meta` device.
-        blocks: its decoder blocks by fully qualified name.
-        source: files of the weights of each block and of `OUTSIDE`; `write` changes it.
-        device: of loaded weights.
-        matmul_dtype, base: as for `Access`.
+    Unloaded parameters of `model` are on the `meta` device. `source` has the files of the weights of each of its
+    `blocks` and of `OUTSIDE`; `write` changes it.
     """
 
     checkpoint: Checkpoint
@@ -108,7 +101,9 @@ class StreamedModel:
             return_freed_memory()  # it would grow from block to block
 
     def read_ahead(self, fqn: str) -> None:
-        with contextlib.suppress(OSError, ValueError, KeyError):  # `materialise` says what is wrong
+        if self.base is not None:
+            self.base.read_ahead(fqn)
+        with contextlib.suppress(ArtifactError):  # `materialise` says what is wrong
             places = [*ranges(self.source[fqn], fqn)]
             free = free_memory(torch.device("cpu"), local_processes())
             if sum(end - start for _, start, end in places) <= _AHEAD_SHARE * free:
@@ -187,7 +182,7 @@ def open_model(checkpoint: Checkpoint, streaming: Streaming, device: torch.devic
 def open_base(source: ModelSource, device: torch.device) -> Access:
     """Open the model that another was fine-tuned from, streamed unless its source says no or it has to be converted."""
     checkpoint = find_checkpoint(source)
-    return open_model(checkpoint, bool(source.streaming) and checkpoint.single_file is None, device)
+    return open_model(checkpoint, bool(source.streaming) and checkpoint.file is None, device)
 
 
 def open_streamed(checkpoint: Checkpoint, device: torch.device | str = "cpu") -> StreamedModel:
@@ -209,7 +204,7 @@ def open_streamed(checkpoint: Checkpoint, device: torch.device | str = "cpu") ->
 
 def is_larger_than_memory(checkpoint: Checkpoint, device: torch.device) -> bool:
     """Return whether a model that can be streamed would take more than half of the free memory."""
-    if checkpoint.single_file is not None:
+    if checkpoint.file is not None:
         return False
     skeleton = load_empty(checkpoint)
     skeleton.tie_weights(recompute_mapping=False)  # a tied embedding and head are loaded once

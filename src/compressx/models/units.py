@@ -28,11 +28,8 @@ _UP = ("gate_proj", "up_proj", "gate_up_proj", "fc1", "fc_in", "c_fc", "dense_h_
 def find_units(kind: UnitKind, block: Block) -> list[Units]:
     """Find the units of one kind in a block; its weights may be on the meta device.
 
-    Returns:
-        One entry for each set of units that compete: of a mixture each expert's neurons compete by themselves.
-
-    Raises:
-        UnsupportedModelError: the block has none, or their weights are laid out in an unknown way.
+    There is one entry for each set of units that compete: of a mixture each expert's neurons compete by themselves.
+    Refused are a block that has none, and weights that are laid out in an unknown way.
     """
     return {"neurons": _neurons, "kv-groups": _kv_groups, "experts": _experts}[kind](block)
 
@@ -173,9 +170,7 @@ def reinstate(model: nn.Module) -> None:
 class _Chosen:
     """Hooks that hide the rows of dropped experts from a router while it runs, and translate what it chooses.
 
-    Attributes:
-        kept: numbers of the experts that are left, int64 [kept], in order.
-        count: of all experts.
+    `kept` are the numbers of the experts that are left, int64 [kept], in order; `count` is that of all.
     """
 
     kept: Tensor

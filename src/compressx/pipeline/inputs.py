@@ -220,7 +220,7 @@ def _draw_mistakes(loaded: LoadedRecipe) -> Iterator[RecipeError]:
 def could_be_streamed(state: RunState) -> bool:
     """Return whether the weights are in memory, and could stay on disk."""
     recipe, checkpoint = state.recipe, state.checkpoint
-    in_memory = checkpoint is None or checkpoint.single_file is not None or recipe.finetune or recipe.base_keeps
+    in_memory = checkpoint is None or checkpoint.file is not None or recipe.finetune or recipe.base_keeps
     return not in_memory and recipe.model.streaming is not True
 
 

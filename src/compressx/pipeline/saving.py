@@ -123,7 +123,7 @@ def _measured(state: RunState, of: str, folder: Path, file: str | None) -> dict[
         state.note(f"{of}: not measured, since {file} would have to be read whole, and the model is streamed")
         return {}
     try:
-        access = InMemory(load_model(Checkpoint(str(folder), file)).to(state.device))
+        access = InMemory(load_model(Checkpoint(str(folder), folder / file)).to(state.device))
         linears = architecture_of(access.model).linears.values()
         zeros = sum(int((x.weight == 0).sum()) for x in linears) / sum(x.weight.numel() for x in linears)
         figures = run_evaluators(access, state.tokenizer, ready)
@@ -145,7 +145,7 @@ def check_saving(state: RunState, checkpoint: Checkpoint) -> None:
     with tempfile.TemporaryDirectory(prefix="compressx-") as folder:
         save_model(model, state.tokenizer, Path(folder) / "model", {})
         keep_settings(checkpoint, Path(folder) / "model")
-        if checkpoint.single_file is not None:  # of which transformers may read another tokenizer than it has written
+        if checkpoint.file is not None:  # of which transformers may read another tokenizer than it has written
             written = load_tokenizer(Checkpoint(str(Path(folder) / "model")))
             state.tokenizer.differs = getattr(written, "differs", None)
 

@@ -1,4 +1,4 @@
-"""Files: written atomically and durably, locked, and their metadata checked."""
+"""Files: written atomically and durably, and locked."""
 
 from __future__ import annotations
 
@@ -12,17 +12,14 @@ import os
 import secrets
 import socket
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 from filelock import FileLock, Timeout
 
-from compressx.runtime.errors import ArtifactError, one_line
-
-if TYPE_CHECKING:
-    from pydantic import BaseModel
+from compressx.runtime.errors import ArtifactError
 
 STATE = "state.json"
 BLOCKS = "blocks"
@@ -193,32 +190,3 @@ def _writable(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _writable(x) for key, x in value.items()}
     return [_writable(x) for x in value] if isinstance(value, list | tuple) else value
-
-
-_Form = TypeVar("_Form", bound="BaseModel")
-
-
-def one_by_one(values: Any, validate: Callable[[Any], Any]) -> Any:
-    """Validate values by name up to the first wrong one: pydantic's errors on all of a large file take gigabytes."""
-    if not isinstance(values, dict):
-        return validate(values)
-    return {name: found for item in values.items() for name, found in validate(dict([item])).items()}
-
-
-def checked_header(path: Path, text: str, form: type[_Form]) -> _Form:
-    """Return what the header of a file or its metadata say, JSON, in the form that they were written in.
-
-    Raises:
-        ArtifactError: they are something else; the message names the file and the place.
-    """
-    from pydantic import ValidationError
-
-    try:
-        return form.model_validate_json(text)
-    except ValidationError as error:
-        first: Any = {"input": "long", **error.errors(include_input=len(text) < 2**20)[0]}
-        where = one_line(".".join(str(part) for part in first["loc"])[:200]) or "compressx"
-        raise ArtifactError(
-            f"{path}: {where} in its metadata is {str(first['input'])[:80]!r}: {first['msg']}; the file is damaged or "
-            "was written by another version of compressx"
-        ) from error

@@ -149,7 +149,7 @@ class RunState:
     @property
     def planned_model(self) -> PlannedModel:
         """The dense model as exporters see it before its weights are read."""
-        source = None if self.checkpoint is None else self.checkpoint.single_file
+        source = None if self.checkpoint is None else self.checkpoint.file
         return PlannedModel(self.skeleton, source, self.recipe.own_widths, self.tokenizer)
 
     @property

@@ -194,14 +194,6 @@ def test_an_adapter_over_held_masks_is_refused_because_its_training_would_be_los
     )
 
 
-def test_masks_are_held_applied_and_verified_only_on_a_model_without_adapters() -> None:
-    model, masks = pruned()
-    adapted(model)
-    for act in (masks.to_torch_ao, masks.apply, masks.verify):
-        with pytest.raises(ArtifactError, match=r"q_proj has a PEFT adapter; merge it first: .*merge_adapters"):
-            act(model)
-
-
 def half_merged() -> tuple[Any, MaskSet]:
     model, masks = pruned()
     adapter = adapted(model)

@@ -118,38 +118,6 @@ def test_a_checkpoint_of_the_state_dict_and_the_masks_file_goes_on_as_if_never_i
     assert all(torch.equal(a, b) for a, b in zip(resumed.parameters(), straight.parameters(), strict=True))
 
 
-def test_loading_a_sparsifiers_state_leaves_the_dict_whole_and_changes_the_masks_in_use() -> None:
-    model, other = tiny_model("llama"), tiny_model("llama", seed=1)
-    masks, others = two_of_four(model), two_of_four(other)
-    sparsifier = masks.to_torch_ao(model)
-    state = others.to_torch_ao(other).state_dict()
-    held_before = [p for p in model.buffers() if p.dtype == torch.bool]
-    sparsifier.load_state_dict(state)
-    assert all("mask" in s for s in state["state"].values())
-    assert all(a is b for a, b in zip([p for p in model.buffers() if p.dtype == torch.bool], held_before, strict=True))
-    assert others.verify(model)
-    assert not masks.verify(model)
-    for fqn, value in sparsifier.state_dict()["state"].items():
-        assert torch.equal(value["mask"], others[fqn.removesuffix(".weight")].keep)
-    squash(sparsifier)
-    assert others.verify(model)
-
-
-def test_loading_the_state_of_other_tensors_is_refused_and_changes_no_mask() -> None:
-    model = tiny_model("llama")
-    masks = two_of_four(model)
-    sparsifier = masks.to_torch_ao(model)
-    state = {fqn: {"mask": torch.zeros_like(s["mask"])} for fqn, s in sparsifier.state.items()}
-    last = [*state][-1]
-    renamed = {**state, "lm_head.weight": state[last]}
-    reshaped = {**state, last: {"mask": torch.zeros(3, 3, dtype=torch.bool)}}
-    with pytest.raises(ArtifactError, match=r"mask different tensors: lm_head\.weight"):
-        sparsifier.load_state_dict({"state": renamed, "groups": []})
-    with pytest.raises(ArtifactError, match=rf"{last}: its mask is \[64, 96\], the state dict's \[3, 3\]"):
-        sparsifier.load_state_dict({"state": reshaped, "groups": []})
-    assert masks.verify(model)
-
-
 def test_moving_a_prepared_model_moves_its_masks_and_squashing_still_works() -> None:
     model = tiny_model("gpt2")
     masks = two_of_four(model)
@@ -158,7 +126,6 @@ def test_moving_a_prepared_model_moves_its_masks_and_squashing_still_works() -> 
     model.to(torch.bfloat16)
     assert all(p.dtype == torch.bool for n, p in model.named_buffers() if n.endswith("mask"))
     assert torch.isfinite(loss_of(model))
-    sparsifier.load_state_dict(sparsifier.state_dict())
     squash(sparsifier)
     assert masks.verify(model)
     assert model.dtype == torch.bfloat16
@@ -188,6 +155,8 @@ def test_a_second_prepare_is_refused_however_it_is_tried_and_stacks_nothing() ->
         masks.to_torch_ao(model)
     with pytest.raises(ArtifactError, match="these masks are already on a model"):
         sparsifier.prepare(model, [{"tensor_fqn": "lm_head.weight"}])
+    with pytest.raises(ArtifactError, match="held masks are fixed; load others with"):
+        sparsifier.load_state_dict(sparsifier.state_dict())
     assert set(prepared_names(model)) == set(masks)
     assert all(len(model.get_submodule(name).parametrizations.weight) == 1 for name in masks)
 

@@ -16,10 +16,10 @@ from tests.compressx.gguf_files import ARCHITECTURES, tiny_of, write_like
 from tests.compressx.llama_cpp import PROMPT, agrees
 from transformers import AutoConfig
 
-from compressx.models import gguf_header
 from compressx.models.access import InMemory
 from compressx.models.checkpoint import Checkpoint
-from compressx.models.gguf_export import TemplateGguf, export_gguf
+from compressx.models.gguf_export import export_gguf, template_of
+from compressx.models.gguf_header import GgufHeader
 from compressx.models.gguf_settings import SETTINGS, Derived, computed
 from compressx.models.loading import load_model
 from compressx.runtime.errors import CompressxError
@@ -138,7 +138,7 @@ def converted(folder: Path, architecture: str, more: Mapping[str, Any], seed: in
 
 
 def read(path: Path) -> Any:
-    return load_model(Checkpoint(str(path.parent), path.name))
+    return load_model(Checkpoint(str(path.parent), path))
 
 
 def computes(path: Path, model: Any, *, loaded: bool = True) -> bool:
@@ -159,7 +159,7 @@ def outcome(folder: Path, architecture: str, more: Mapping[str, Any], seed: int 
     except CompressxError:
         found.append("read: refused")
     try:
-        export_gguf(InMemory(model), TemplateGguf.read(like, None), "F16", written)
+        export_gguf(InMemory(model), template_of(like), "F16", written)
     except CompressxError:
         return ", ".join([*found, "written: refused"])
     if not computes(written, model):
@@ -243,8 +243,8 @@ def test_a_window_that_llama_cpp_lacks_limits_the_context_and_is_told(tmp_path: 
     made = {"llama": (mistral, write_like(tmp_path / "x.gguf", plain, "llama")),
             "starcoder2": converted(tmp_path, "starcoder2", {"sliding_window": 64}, 0)}  # fmt: skip
     for architecture, (model, like) in made.items():
-        export_gguf(InMemory(model), TemplateGguf.read(like, None), "F16", tmp_path / "written.gguf")
-        assert gguf_header.values_of(tmp_path / "written.gguf")[f"{architecture}.context_length"] == 64
+        export_gguf(InMemory(model), template_of(like), "F16", tmp_path / "written.gguf")
+        assert GgufHeader.of(tmp_path / "written.gguf").values[f"{architecture}.context_length"] == 64
         assert computes(tmp_path / "written.gguf", model)
         assert f"context_length is 64, the model's window: llama.cpp has none for {architecture}" in caplog.text
 

@@ -14,12 +14,22 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.compressx.hostile import masks_digest, packed_digest, parts, resealed, safetensors
+from tests.compressx.hostile import (
+    masks_digest,
+    masks_file,
+    packed_digest,
+    packed_file,
+    parts,
+    resealed,
+    safetensors,
+    save,
+    save_packed,
+    weights,
+)
 
-from compressx.masks.file import MaskEntry, write_masks
 from compressx.masks.maskset import MaskSet
 from compressx.models.checkpoint import find_checkpoint
-from compressx.models.packed import PackedFile, pack_file
+from compressx.models.packed import PackedFile
 from compressx.models.packed_folder import base_in, needs_base, pack_folder, packed_sizes, unpack_folder, unpacked
 from compressx.models.shards import save_model
 from compressx.recipe.sources import ModelSource
@@ -43,35 +53,6 @@ def tree(folder: Path) -> dict[str, bytes | str]:
     }
 
 
-def weights(seed: int = 0) -> torch.Tensor:
-    """Return a weight of which half is zero."""
-    weight = torch.randn(16, 32, generator=torch.Generator().manual_seed(seed))
-    weight[:, ::2] = 0
-    return weight
-
-
-def save(folder: Path, seed: int = 0, *, shards: int = 1) -> Path:
-    """Save what looks like a model's folder, in one file or in several with an index."""
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text("{}")
-    if shards == 1:
-        save_file({"a.weight": weights(seed)}, folder / "model.safetensors")
-        return folder
-    names = {f"{i}.weight": f"model-{i + 1:05d}-of-{shards:05d}.safetensors" for i in range(shards)}
-    for i, (name, file) in enumerate(names.items()):
-        save_file({name: weights(seed + i)}, folder / file)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
-    return folder
-
-
-def save_packed(folder: Path, seed: int = 0, *, shards: int = 1) -> Path:
-    """Save what looks like a packed model."""
-    plain = save(folder.with_name(f"{folder.name}-plain"), seed, shards=shards)
-    pack_folder(plain, folder)
-    shutil.rmtree(plain)
-    return folder
-
-
 def decoyed(make: Callable[..., Path]) -> Callable[[Path], Path]:
     """Return what makes a sharded folder, another one beside it, and a file of weights below it."""
 
@@ -84,20 +65,6 @@ def decoyed(make: Callable[..., Path]) -> Callable[[Path], Path]:
         return folder
 
     return made
-
-
-def packed_file(place: Path) -> Path:
-    """Write a packed file of a weight with zeros, `a`, and a vector without, `b`."""
-    save_file({"a": weights(), "b": torch.ones(8)}, place / "original")
-    pack_file(place / "original", place / "x.packed.safetensors")
-    (place / "original").unlink()
-    return place / "x.packed.safetensors"
-
-
-def masks_file(place: Path) -> Path:
-    keep = torch.ones(3, 5, dtype=torch.bool)
-    write_masks(place / "m.safetensors", {"q": MaskEntry(keep, "2:4", "wanda", "0" * 64)})
-    return place / "m.safetensors"
 
 
 # --- what is changed
@@ -148,6 +115,17 @@ def outer(change: Change) -> Change:
         described, data = parts(path.read_bytes())
         change(described)
         path.write_bytes(safetensors(described, data))
+
+    return apply
+
+
+def unsealed(change: Change) -> Change:
+    """Return what changes the metadata of compressx in a header, and leaves their digest."""
+
+    def apply(described: Any) -> None:
+        values = json.loads(described["__metadata__"]["compressx"])
+        change(values)
+        described["__metadata__"]["compressx"] = json.dumps(values)
 
     return apply
 
@@ -253,16 +231,21 @@ FORGED = {
     "tensors": (lambda m: m.update(tensors=[]), "tensors in its metadata is"),
     "no header": (lambda m: m.pop("header"), "header in its metadata"),
     "sha256": (lambda m: m["tensors"]["a"].update(sha256="x"), "tensors.a.sha256"),
+    "version 3": (lambda m: m.update(version=3), "version in its metadata is '3'"),
+    "version 2": (lambda m: m.update(version=2), "version 2, and no other, names a base and has tensors that differ"),
 }  # fmt: skip
 """Metadata of a packed file, with a digest that fits."""
 
 HEADERS: list[tuple[Change, str]] = [
     (lambda h: h.update(a=["U8", h["a"]["shape"], h["a"]["data_offsets"]]), "a in its metadata"),
     (lambda h: h.update({"b\x1b[2J": h.pop("b")}), "it lacks b, which"),
-    (lambda h: h.update(__metadata__=None), "was not written by compressx pack"),
+    (lambda h: h.update(__metadata__=None), "not written by compressx pack"),
     (lambda h: h["__metadata__"].update(compressx="[" * 10**5), "recursion limit"),
     (lambda h: h["__metadata__"].update(compressx=""), "EOF"),
     (lambda h: h["b"].update(dtype="I8"), "other bytes of b than there are"),
+    (unsealed(lambda m: m.pop("digest")), "digest in its metadata is .*Field required"),
+    (unsealed(lambda m: m.update(header=m["header"].replace("F32", "F16"))), "metadata do not have their digest"),
+    (unsealed(lambda m: m["tensors"]["a"].update(sha256="0" * 64)), "its metadata do not have their digest"),
 ]
 """Headers of a packed file that the library takes."""
 
@@ -273,7 +256,18 @@ MASKS: list[tuple[dict[str, Any], str]] = [
     ({"pruner": "\x1b[2J"}, "masks.q.pruner"), ({"pruner": "\u202ex"}, "masks.q.pruner"),
     ({"pattern": "x" * 9999}, "pattern"), ({"sha256": "0" * 63}, "masks.q.sha256"),
     ({"sha256": None}, "masks.q.sha256"), ({"more": 1}, "masks.q.more"),
+    ({"shape": [3, 6]}, r"stored as U8 \[2\], expected U8 \[3\] for shape \[3, 6\]"), ({"shape": [-3, -5]}, "shape"),
 ]  # fmt: skip
+
+OF_ALL_MASKS: list[tuple[Change, str]] = [
+    (metadata(lambda m: m.update(version=2), masks_digest), "version in its metadata is '2'.*version of compressx"),
+    (metadata(lambda m: m.update(format="statistics"), masks_digest), "format in its metadata is 'statistics'"),
+    (metadata(lambda m: m.update(extra=1), masks_digest), "extra in its metadata"),
+    (metadata(lambda m: m["masks"]["q"].pop("sha256"), masks_digest), "masks.q.sha256"),
+    (outer(unsealed(lambda m: m["masks"]["q"].update(pattern="1:4"))), "its digest differs"),
+    (outer(lambda h: h["q.mask"].update(dtype="BOOL")), r"mask of q is stored as BOOL \[2\], expected U8 \[2\]"),
+    (outer(lambda h: h.update(__metadata__=None)), "not a masks file: its metadata has no key 'compressx'"),
+]
 
 
 def cases() -> Iterator[tuple[str, Case]]:
@@ -308,6 +302,8 @@ def cases() -> Iterator[tuple[str, Case]]:
     for values, told in MASKS:
         change = metadata(lambda m, values=values: m["masks"]["q"].update(values), masks_digest)
         yield f"masks: {str(values)[:40]}", Case(masks_file, change, MaskSet.load, told)
+    for change, told in OF_ALL_MASKS:
+        yield f"masks: {told[:40]}", Case(masks_file, change, MaskSet.load, told)
     for text in ("[" * 10**5, "", "[]", '{"masks": {"a\\nerror: b": 1}}', "\ud800"):
         change = outer(lambda h, text=text: h["__metadata__"].update(compressx=text))
         yield f"masks: {text[:10]!a}", Case(masks_file, change, MaskSet.load, r"m\.safetensors")
@@ -446,20 +442,36 @@ def test_a_link_to_another_model_in_the_place_of_a_cached_copy_is_replaced(tmp_p
     assert tree(other) == before
 
 
-def all_zero(path: Path, pieces: int, mask: int) -> Path:
-    """Write a packed file that says of float64 zeros that they are so many pieces, with masks of so many bytes."""
-    size = 8 * 2**22 * pieces
-    inner = {"a": {"dtype": "F64", "shape": [size // 8], "data_offsets": [0, size]}}
-    stored = {"a": {"sha256": "0" * 64, "pieces": [[0, mask, 0]] * pieces}}
+def claimed(path: Path, dtype: str, size: int, pieces: list[list[int]]) -> Path:
+    """Write a packed file that says that a tensor of `size` bytes is such pieces, with streams of zero bytes."""
+    count, length = size // (8 if dtype == "F64" else 1), sum(sum(lengths) for _, *lengths in pieces)
+    inner = {"a": {"dtype": dtype, "shape": [count], "data_offsets": [0, size]}}
+    stored = {"a": {"sha256": "0" * 64, "pieces": pieces}}
     described = {"format": "packed", "version": 1, "digest": "", "header": json.dumps(inner), "tensors": stored}
-    outside = {"a": {"dtype": "U8", "shape": [mask * pieces], "data_offsets": [0, mask * pieces]}}
+    outside = {"a": {"dtype": "U8", "shape": [length], "data_offsets": [0, length]}}
     whole = {**outside, "__metadata__": {"compressx": json.dumps(described)}}
-    path.write_bytes(resealed(safetensors(whole, bytes(mask * pieces)), json.dumps, packed_digest))
+    path.write_bytes(resealed(safetensors(whole, bytes(length)), json.dumps, packed_digest))
     return path
 
 
-def test_a_megabyte_that_says_it_is_67_gigabytes_needs_streams_that_can_become_them(tmp_path: Path) -> None:
-    refused(PackedFile, all_zero(tmp_path / "x.packed.safetensors", 2000, 100), match="other bytes of a than there are")
+PIECE = 2**22
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size", "pieces"),
+    [
+        ("F64", 8 * PIECE * 2000, [[0, 100, 0]] * 2000),  # 67 GB of a megabyte
+        ("U8", PIECE, [[PIECE, 2000]]),  # more than DEFLATE makes of so many bytes
+        ("U8", PIECE, [[PIECE - 1, PIECE // 8, 2000]]),  # so do the values behind a mask
+        ("U8", 8, [[9, 9]]),
+        ("U8", 2**60, [[2**60, 2000]]),
+    ],
+)
+def test_a_file_that_claims_more_than_its_bytes_can_hold_is_refused_when_it_is_opened(
+    dtype: str, size: int, pieces: list[list[int]], tmp_path: Path
+) -> None:
+    path = claimed(tmp_path / "x.packed.safetensors", dtype, size, pieces)
+    refused(PackedFile, path, match="its metadata describes other bytes of a than there are")
 
 
 @pytest.mark.parametrize("read", [unpack, unpacked, packed_sizes])
@@ -468,7 +480,7 @@ def test_a_megabyte_that_is_67_gigabytes_of_zeros_is_refused_where_the_disk_has_
 ) -> None:
     """Zeros are cheap, so the file may be right; it takes 32 MB of memory at a time."""
     folder = save_packed(tmp_path / "packed")
-    path = all_zero(folder / "model.packed.safetensors", 2000, 600)
+    path = claimed(folder / "model.packed.safetensors", "F64", 8 * PIECE * 2000, [[0, 600, 0]] * 2000)
     assert path.stat().st_size < 1_300_000
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**11, 10**11 - 10**10, 10**10))
     before = tree(tmp_path)

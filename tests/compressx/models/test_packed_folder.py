@@ -199,8 +199,7 @@ def test_progress_names_each_file(sharded: Path, tmp_path: Path) -> None:
 def test_what_cannot_be_packed_says_why(model: Path, tmp_path: Path) -> None:
     packed, out = tmp_path / "packed", tmp_path / "out"
     pack_folder(model, packed)
-    pickled, unfinished, with_blocks = (shutil.copytree(model, tmp_path / x) for x in ("pickled", STATE, BLOCKS))
-    (pickled / "pytorch_model.bin").touch()
+    unfinished, with_blocks = (shutil.copytree(model, tmp_path / x) for x in (STATE, BLOCKS))
     (unfinished / STATE).touch()
     (with_blocks / BLOCKS).mkdir()
     for act, source, output, said in (
@@ -208,7 +207,6 @@ def test_what_cannot_be_packed_says_why(model: Path, tmp_path: Path) -> None:
         (unpack_folder, model, out, r"model is not packed: .*model has no \*\.packed\.safetensors"),
         (pack_folder, model, packed, "output .*packed exists; name a new folder with -o"),
         (unpack_folder, packed, model, "output .*model exists; name a new folder with -o"),
-        (pack_folder, pickled, out, r"also holds pytorch_model\.bin, a pickle checkpoint"),
         (pack_folder, unfinished, out, f" has {STATE}, as the folder of an unfinished run"),
         (pack_folder, with_blocks, out, f" has {BLOCKS}, as the folder of an unfinished run"),
     ):

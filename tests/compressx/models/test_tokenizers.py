@@ -17,8 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from compressx.data.windows import beginning
 from compressx.models.checkpoint import Checkpoint, find_checkpoint
-from compressx.models.gguf_tokenizer import _SPLITS
 from compressx.models.loading import load_tokenizer
+from compressx.models.tokenizer import _SPLITS
 from compressx.pipeline.run import run
 from compressx.recipe.sources import ModelSource
 from compressx.runtime.errors import ArtifactError, UnsupportedModelError
@@ -204,7 +204,7 @@ def gguf_of(folder: Path, pre: str, kind: str = "llama") -> Path:
 )
 def test_text_of_a_gguf_file_is_split_as_llama_cpp_does(name: str, tmp_path: Path) -> None:
     path = gguf_of(tmp_path, name)
-    ours = load_tokenizer(Checkpoint(str(tmp_path), path.name))(SPLIT, add_special_tokens=False)["input_ids"]
+    ours = load_tokenizer(Checkpoint(str(tmp_path), path))(SPLIT, add_special_tokens=False)["input_ids"]
     differ = [text for text, here, there in zip(SPLIT, ours, tokens_of(path, SPLIT), strict=True) if here != there]
     assert all(name in APPROXIMATED and not text.isascii() for text in differ), differ
 
@@ -216,7 +216,7 @@ def test_a_run_from_a_gguf_file_writes_the_tokenizer_that_it_used(
     monkeypatch.chdir(tmp_path)
     path = gguf_of(tmp_path, "smollm", kind)
     run({"model": str(path), "prune": [{"targets": ["*"], "pruner": "magnitude", "sparsity": 0.5}], "output": "out"})
-    used, written = (load_tokenizer(x) for x in (Checkpoint(str(tmp_path), path.name), Checkpoint("out/model")))
+    used, written = (load_tokenizer(x) for x in (Checkpoint(str(tmp_path), path), Checkpoint("out/model")))
     assert written(SPLIT)["input_ids"] == used(SPLIT)["input_ids"]
     assert (written.bos_token, written.eos_token) == (used.bos_token, used.eos_token)
     config = json.loads(Path("out/model/tokenizer_config.json").read_text())
@@ -233,7 +233,7 @@ def test_a_run_from_a_gguf_file_writes_the_tokenizer_that_it_used(
 def test_a_way_to_split_text_that_is_not_known_is_refused(tmp_path: Path) -> None:
     gguf_of(tmp_path, "deepseek-llm")
     with pytest.raises(UnsupportedModelError, match=r"x.gguf: tokenizer.ggml.pre is 'deepseek-llm', .*; give the"):
-        load_tokenizer(Checkpoint(str(tmp_path), "x.gguf"))
+        load_tokenizer(Checkpoint(str(tmp_path), tmp_path / "x.gguf"))
 
 
 @pytest.mark.slow

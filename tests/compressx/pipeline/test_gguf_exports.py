@@ -22,8 +22,8 @@ from tokenizers.trainers import BpeTrainer
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from compressx import CompressxError, plan, run
-from compressx.models import gguf_header
 from compressx.models.checkpoint import Checkpoint
+from compressx.models.gguf_header import GgufHeader
 from compressx.models.loading import load_tokenizer
 from compressx.recipe.document import dump_yaml
 from compressx.testing.models import save_tiny_model, tiny_text
@@ -53,7 +53,7 @@ def test_the_report_has_the_perplexity_and_the_zeros_of_the_file_itself(dense: P
     report = run(recipe(dense, export=["safetensors", written]))
     (_, found) = report.exports
     path = Path("out/exports/gguf/model.gguf")
-    assert gguf_header.shapes_of(path)["blk.0.ffn_up.weight"] == (64, 64)
+    assert GgufHeader.of(path).shapes["blk.0.ffn_up.weight"] == (64, 64)
     assert found["bytes"] == path.stat().st_size
     Path("r.yaml").write_text(dump_yaml(recipe(dense)))
     assert json.loads(printed("eval", str(path), "--recipe", "r.yaml", "--json")) == found["evaluation"]
@@ -192,10 +192,10 @@ def test_widths_that_an_allocation_gave_each_block_are_written(dense: Path):
     model = AutoModelForCausalLM.from_pretrained("out/model").eval()
     alive = [int((x.mlp.down_proj.weight != 0).any(dim=0).sum()) for x in model.model.layers]
     path = Path("out/exports/gguf/model.gguf")
-    shapes = gguf_header.shapes_of(path)
+    shapes = GgufHeader.of(path).shapes
     assert [shapes[f"blk.{i}.ffn_up.weight"][0] for i in (0, 1)] == alive
     assert alive[0] != alive[1]
-    assert gguf_header.values_of(path)["general.architecture"] == "deci"
+    assert GgufHeader.of(path).values["general.architecture"] == "deci"
     printed("export", "out", "--like", "out/recipe.yaml", "--type", "F16", "-o", "f16.gguf")
     assert agrees(model, Path("f16.gguf"), [5, 6, 7, 8, 9])
 

@@ -159,7 +159,7 @@ def test_links_lead_to_the_blobs_of_the_hub_and_nowhere_else_out_of_the_folder(p
     (project / "blobs/1").write_text("x")
     (project / "my/model/a.json").symlink_to(project / "blobs/1")
     assert keep_settings(Checkpoint(str(project / "my/model")), kept) == ([], ["a.json"])
-    assert keep_settings(Checkpoint(str(source), "model.gguf"), kept) == ([], [])
+    assert keep_settings(Checkpoint(str(source), source / "model.gguf"), kept) == ([], [])
 
 
 SLOW = pytest.mark.slow
