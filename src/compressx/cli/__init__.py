@@ -6,7 +6,6 @@ no traceback); 130 interrupted; 143 terminated. Output is plain if standard outp
 
 from __future__ import annotations
 
-import io
 import os
 import sys
 from collections.abc import Sequence
@@ -48,23 +47,6 @@ for _command in (
     cli.add_command(_command)
 
 
-class _Standard(io.TextIOWrapper):
-    """A standard stream that escapes what its encoding lacks, and drops what nobody reads, as after `| head -1`."""
-
-    def write(self, text: str, /) -> int:
-        try:
-            return super().write(text)
-        except BrokenPipeError:
-            self.flush()
-            return len(text)
-
-    def flush(self) -> None:
-        try:
-            super().flush()
-        except BrokenPipeError:  # the work that is left is done, and its status counts
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit."""
     # OpenMP reads this when torch is imported. Threads that spin at barriers take the cores from whatever else runs;
@@ -76,10 +58,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if stream is None:  # closed, as by >&-: the next file that is opened would get its number, and what is printed
             os.open(os.devnull, os.O_RDWR)
         elif name != "stdin" and stream is getattr(sys, f"__{name}__"):
-            settings = {
-                "encoding": stream.encoding,
-                "errors": "backslashreplace",
-                "line_buffering": stream.line_buffering,
-            }
-            setattr(sys, name, _Standard(stream.buffer, **settings))
+            stream.reconfigure(errors="backslashreplace")  # what the terminal cannot show is escaped
     cli.main(args=None if arguments is None else list(arguments), prog_name="compressx")

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from compressx.cli.launch import GO_ON, left_to_launcher
 from compressx.runtime.errors import CompressxError, memory_named, printable
 
 if TYPE_CHECKING:
@@ -32,6 +31,9 @@ class _Expanded(click.Path):
 
 
 PATH = _Expanded(path_type=Path)
+
+_GO_ON = {"run": "--resume continues", "sweep": "the same command continues"}
+"""How to go on after an interrupted command."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,7 @@ def errors_for_users(context: click.Context) -> Iterator[None]:
         with memory_named("what the command computes"):
             yield
     except CompressxError as error:
-        said = "" if left_to_launcher(str(error)) else printable(str(error))
+        said = printable(str(error))
     except RuntimeError as error:
         if "home directory" not in str(error):  # of Path.expanduser
             raise
@@ -112,15 +114,14 @@ def errors_for_users(context: click.Context) -> Iterator[None]:
     except KeyboardInterrupt as stopped:
         word, status = ("terminated", 143) if isinstance(stopped, Terminated) else ("interrupted", 130)
         if (notes := getattr(stopped, "__notes__", None)) is not None:  # of `noted`
-            kept, go_on = " and ".join(filter(None, reversed(notes))), GO_ON[str(context.invoked_subcommand)]
+            kept, go_on = " and ".join(filter(None, reversed(notes))), _GO_ON[str(context.invoked_subcommand)]
             word += f"; kept: {kept}; {go_on}" if kept else "; nothing was finished, nothing is kept"
         if is_first():
             click.echo(word, err=True)
         sys.exit(status)
     else:
         return
-    if said:
-        click.echo(f"error: {said}", err=True)
+    click.echo(f"error: {said}", err=True)
     sys.exit(2)
 
 
@@ -142,13 +143,6 @@ def show_or_json(plain: object, sections: Iterable[Section], *, as_json: bool) -
         click.echo(json_text(plain, indent=1))
     else:
         terminal.show(*sections)
-
-
-def plugin_names(_context: click.Context, _param: click.Parameter, incomplete: str) -> list[str]:
-    """Complete the name of an installed plugin, which is mostly its pruner's; imports none of them."""
-    from importlib import metadata
-
-    return [e.name for e in metadata.entry_points(group="compressx") if e.name.startswith(incomplete)]
 
 
 set_option = click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE",

@@ -7,7 +7,7 @@ import json
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,6 @@ from compressx.cli.common import (
     dtype_option,
     json_option,
     options_option,
-    plugin_names,
     revision_option,
     show_or_json,
     takes_model,
@@ -81,34 +80,29 @@ def eval_command(
 
 @click.command("init", epilog="Example: compressx init ./my-model --output recipe.yaml")
 @click.option("-o", "--output", type=PATH, help="New file to write it to; by default it is printed.")
-@click.option("--pruner", default="sparsegpt", show_default=True, shell_complete=plugin_names,
-              help="Pruner of the first rule.")  # fmt: skip
+@click.option("--pruner", default="sparsegpt", show_default=True, help="Pruner of the rule.")
 @click.pass_obj
 @takes_model
 def init_command(host: Host, source: ModelSource, output: Path | None, pruner: str) -> None:
-    """Write a recipe for MODEL, with its linears, their sizes and the pruners that take them as comments.
+    """Write a recipe for MODEL, with its linears and their sizes as comments.
 
     MODEL is a model folder, a .gguf file, a hub id or an output folder. Its config is read, but no weights.
     """
-    from compressx.cli.tables import full_size
     from compressx.models.checkpoint import find_checkpoint
     from compressx.models.loading import load_skeleton
     from compressx.planning.draft import draft
-    from compressx.recipe.schema import load_recipe
     from compressx.runtime.errors import ArtifactError
     from compressx.runtime.files import atomic_write
 
     if output is not None and output.exists():
         raise ArtifactError(f"{output} exists and is not overwritten; name a new file after --output")
-    plugins = host.plugins()
-    text = draft(source, str(source.path or source.id), load_skeleton(find_checkpoint(source)), plugins, pruner)
+    skeleton = load_skeleton(find_checkpoint(source))
+    text = draft(source, str(source.path or source.id), skeleton, host.plugins(), pruner)
     if output is None:
         click.echo(text, nl=False)
         return
     atomic_write(output, text.encode())
     click.echo(f"written to {output}; next: compressx plan {shlex.quote(str(output))}")
-    if advice := full_size(load_recipe(output).recipe, plugins):
-        click.echo(f"its run's {advice}")
 
 
 @click.command("apply", epilog="Example: compressx apply runs/one/masks.safetensors ./tuned --output masked")
@@ -153,8 +147,7 @@ def inspect_command(
 @click.option("--prompt-file", type=PATH, help="File with the prompt, a long text; - reads standard input.")
 @click.option("--prompt", help="The prompt itself.")
 @click.option("--question", default="", help="Question after the prompt, of which every token is read.")
-@click.option("--selector", shell_complete=plugin_names,
-              help="Token selector; by default that of the run MODEL, else retrieval-heads.")  # fmt: skip
+@click.option("--selector", help="Token selector; by default that of the run MODEL, else retrieval-heads.")
 @click.option("--keep", metavar="N|FRACTION",
               help="Tokens of the prompt to read; by default that of the run MODEL, else 0.125.")  # fmt: skip
 @options_option
@@ -271,7 +264,7 @@ def bench_command(models: tuple[str, ...], dtype: str, trust_remote_code: bool, 
 
 
 @click.command("export", epilog="Example: compressx export runs/one --like recipe.yaml --type Q8_0 -o one.gguf")
-@click.option("--format", "name", default="gguf", show_default=True, shell_complete=plugin_names, help="Exporter.")
+@click.option("--format", "name", default="gguf", show_default=True, help="Exporter.")
 @click.option("-o", "--output", type=PATH, required=True, help="New file to write, or folder, as the format has it.")
 @click.option("--type", "kind", help="Of a GGUF file's matrices: F16, BF16, Q8_0, Q5_0, Q5_1, Q4_0 or Q4_1.")
 @click.option("--like", help="GGUF file of the dense model, for metadata and tokenizer, or the recipe that prunes it.")
@@ -313,18 +306,13 @@ def pack_command(model: Path, output: Path | None, base: str | None, as_json: bo
 
     Nothing is lost: compressx unpack restores every byte, and compressx reads packed folders like others.
     """
-    from compressx.cli import terminal
-    from compressx.models.checkpoint import find_base, find_local
+    from compressx.models.checkpoint import find_local
     from compressx.models.packed_folder import pack_folder
     from compressx.runtime.errors import UnsupportedModelError
 
     if find_local(model).is_file():
         raise UnsupportedModelError(f"{model} is a GGUF file, which has a format of its own; pack reads safetensors")
-    output = output or _beside(model, "packed")
-    begin, against = time.perf_counter(), None if base is None else find_base(base)
-    with terminal.under_way() as tell:
-        sizes = pack_folder(model, output, base=against, progress=tell)
-    _show(sizes, output, time.perf_counter() - begin, as_json=as_json)
+    _rewrite(pack_folder, model, output or _beside(model, "packed"), base, as_json=as_json)
 
 
 @click.command("unpack", epilog="Example: compressx unpack runs/one-packed")
@@ -334,16 +322,11 @@ def pack_command(model: Path, output: Path | None, base: str | None, as_json: bo
 @json_option
 def unpack_command(folder: Path, output: Path | None, base: str | None, as_json: bool) -> None:
     """Restore what compressx pack wrote to FOLDER, byte for byte; every tensor's sha256 is checked."""
-    from compressx.cli import terminal
-    from compressx.models.checkpoint import find_base, find_local
+    from compressx.models.checkpoint import find_local
     from compressx.models.packed_folder import unpack_folder
 
     find_local(folder)
-    output = output or _beside(folder, "unpacked")
-    begin, against = time.perf_counter(), None if base is None else find_base(base)
-    with terminal.under_way() as tell:
-        sizes = unpack_folder(folder, output, base=against, progress=tell)
-    _show(sizes, output, time.perf_counter() - begin, as_json=as_json)
+    _rewrite(unpack_folder, folder, output or _beside(folder, "unpacked"), base, as_json=as_json)
 
 
 def _beside(folder: Path, ending: str) -> Path:
@@ -351,10 +334,16 @@ def _beside(folder: Path, ending: str) -> Path:
     return resolved.with_name(f"{resolved.name}-{ending}")
 
 
-def _show(sizes: Sizes, output: Path, seconds: float, *, as_json: bool) -> None:
-    from compressx.cli import tables
+def _rewrite(write: Callable[..., Sizes], folder: Path, output: Path, base: str | None, *, as_json: bool) -> None:
+    """Pack or unpack a folder, and print the sizes."""
+    from compressx.cli import tables, terminal
+    from compressx.models.checkpoint import find_base
     from compressx.report.section import Section
 
+    begin, against = time.perf_counter(), None if base is None else find_base(base)
+    with terminal.under_way() as tell:
+        sizes = write(folder, output, base=against, progress=tell)
+    seconds = time.perf_counter() - begin
     plain = {"output": str(output), "seconds": seconds, **sizes.to_dict()}
     sections = [*tables.of_packed(sizes), Section(note=f"written to {output} in {seconds:.1f} s")]
     show_or_json(plain, sections, as_json=as_json)

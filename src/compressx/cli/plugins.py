@@ -10,14 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from compressx.cli.common import (
-    PATH,
-    Host,
-    json_option,
-    options_option,
-    plugin_names,
-    show_or_json,
-)
+from compressx.cli.common import PATH, Host, json_option, options_option, show_or_json
 
 if TYPE_CHECKING:
     from compressx.plugins.discovery import PluginRecord
@@ -70,16 +63,13 @@ def plugins_new(host: Host, name: str, kind: str, folder: Path) -> None:
 
 
 @plugins.command("check", epilog="Example: compressx plugins check wanda --architecture llama")
-@click.argument("name", shell_complete=plugin_names)
+@click.argument("name")
 @options_option
 @click.option(
     "--architecture", "architectures", multiple=True, help="Check only on this architecture; may be repeated."
 )
-@click.option("-v", "--verbose", is_flag=True, help="Print every failure, also those of one cause.")
 @click.pass_obj
-def plugins_check(
-    host: Host, name: str, options: tuple[str, ...], architectures: tuple[str, ...], verbose: bool
-) -> None:
+def plugins_check(host: Host, name: str, options: tuple[str, ...], architectures: tuple[str, ...]) -> None:
     """Run the conformance checks on all that the plugin NAME offers, or on what is called NAME.
 
     Exits with 1 on failure.
@@ -101,36 +91,28 @@ def plugins_check(
             for outcome in conformance(spec, options=given, architectures=chosen):
                 found.append(outcome)
                 tell(f"checking {spec.name} on {outcome.architecture}: {outcome.check}")
-        terminal.show(*_of_checks(spec.name, found, every=verbose))
+        terminal.show(*_of_checks(spec.name, found))
         failed |= any(outcome.status == "failed" for outcome in found)
     if failed:
         sys.exit(1)
 
 
-def _of_checks(pruner: str, found: Sequence[Outcome], *, every: bool) -> Iterator[Section]:
-    """Yield what each check of a pruner found on each architecture, and why those that failed did, once a cause."""
+def _of_checks(name: str, found: Sequence[Outcome]) -> Iterator[Section]:
+    """Yield what each check of a plugin found on each architecture, and why those that failed did, once a cause."""
     from compressx.report.section import Section, table
     from compressx.testing.conformance import by_cause
 
-    architectures = list(dict.fromkeys(o.architecture for o in found if o.architecture))
-    by_place = {(o.check, o.architecture): o for o in found}
+    architectures = [*dict.fromkeys(o.architecture for o in found if o.architecture)] or [""]
     refused = {o.architecture for o in found if o.status == "refused"}
     words = {"passed": "ok", "failed": "FAILED", "refused": "refused", "skipped": "-"}
-    rows = []
-    for check in dict.fromkeys(o.check for o in found):
-        if (check, "") in by_place:
-            cells = [words[by_place[check, ""].status]] * max(1, len(architectures))
-        else:
-            cells = [
-                words[by_place[check, a].status] if (check, a) in by_place else "refused" if a in refused else ""
-                for a in architectures
-            ]
-        rows.append((check, *cells))
-    yield Section(table=table([pruner, *(architectures or [""])], rows))
-    unmet = [o for o in found if o.status in ("failed", "refused")]
-    for first, *more in [[o] for o in unmet] if every else by_cause(unmet):
-        also = f"\n    and {len(more)} more for this cause; -v shows all" if more else ""
+    cells: dict[str, dict[str, str]] = {}  # a refused architecture has no other checks
+    for o in found:
+        row = cells.setdefault(o.check, {a: "refused" if a in refused else "" for a in architectures})
+        row |= dict.fromkeys([o.architecture] if o.architecture else architectures, words[o.status])
+    yield Section(table=table([name, *architectures], [(check, *row.values()) for check, row in cells.items()]))
+    for first, *more in by_cause(o for o in found if o.status in ("failed", "refused")):
+        also = f"\n    and {len(more)} more for this cause" if more else ""
         yield Section(note=f"{words[first.status]}: {first}{also}")
     passed, failed = (sum(o.status == status for o in found) for status in ("passed", "failed"))
     also = f", {len(refused)} architectures refused" if refused else ""
-    yield Section(note=f"{pruner}: {passed} checks passed, {failed} failed{also}")
+    yield Section(note=f"{name}: {passed} checks passed, {failed} failed{also}")

@@ -16,7 +16,6 @@ from compressx.cli.common import (
     set_option,
     show_or_json,
 )
-from compressx.cli.launch import in_processes
 
 replace_option = click.option(
     "--replace", is_flag=True, help="Replace another recipe's finished run in the output, and your own files there."
@@ -33,17 +32,15 @@ replace_option = click.option(
 @click.option("-v", "--verbose", is_flag=True, help="Also print the figures of each layer.")
 @click.option("-q", "--quiet", is_flag=True, help="Print nothing but errors and warnings.")
 @click.pass_obj
-@in_processes
 def run_command(
     host: Host, recipe: Path, overrides: tuple[str, ...], device: str, resume: bool, restart: bool, replace: bool,
     verbose: bool, quiet: bool,
 ) -> None:  # fmt: skip
     """Prune the model of RECIPE and write its output folder."""
     started = time.perf_counter()  # what is imported below counts
-    if verbose and quiet:
-        raise click.UsageError("--verbose and --quiet exclude each other; give one of them")
-    if resume and restart:
-        raise click.UsageError("--resume and --restart exclude each other; give one of them")
+    for both, options in ((verbose and quiet, "--verbose and --quiet"), (resume and restart, "--resume and --restart")):
+        if both:
+            raise click.UsageError(f"{options} exclude each other; give one of them")
     from compressx.cli import tables, terminal
     from compressx.pipeline.run import loaded_recipe, run
     from compressx.pipeline.stages import sections
@@ -63,18 +60,16 @@ def run_command(
         click.echo(f"written to {loaded.recipe.output}")
 
 
-@click.command("plan", epilog="Example: compressx plan recipe.yaml --all")
+@click.command("plan", epilog="Example: compressx plan recipe.yaml --time")
 @click.argument("recipe", type=PATH)
 @set_option
-@click.option("--all", "every", is_flag=True, help="Print a line for every linear; by default equal ones share one.")
 @json_option
 @click.option("--time", "timed", is_flag=True, help="Load the model, prune one block, and say how long a run takes.")
 @replace_option
 @device_option
 @click.pass_obj
 def plan_command(
-    host: Host, recipe: Path, overrides: tuple[str, ...], every: bool, as_json: bool, timed: bool, replace: bool,
-    device: str,
+    host: Host, recipe: Path, overrides: tuple[str, ...], as_json: bool, timed: bool, replace: bool, device: str
 ) -> None:  # fmt: skip
     """Check RECIPE and show what would happen to every linear, and what memory and disk a run needs."""
     from compressx.cli import tables
@@ -98,7 +93,7 @@ def plan_command(
         with progress() as tell:
             measured = time_run(state, tell)
     time = {} if measured is None else {"time": measured.to_dict()}
-    sections = [*tables.of_plan(state.plan, every=every), *tables.of_sizes(**sizes), *tables.of_time(measured)]
+    sections = [*tables.of_plan(state.plan), *tables.of_sizes(**sizes), *tables.of_time(measured)]
     show_or_json({**state.plan.to_dict(), **sizes, **time}, sections, as_json=as_json)
     if not as_json and state.plan.linears and (advice := tables.full_size(loaded.recipe, plugins)):
         click.echo(advice)
@@ -146,7 +141,6 @@ def compare_command(runs: tuple[Path, ...], output: Path | None) -> None:
 @click.option("--restart", is_flag=True, help="Start interrupted runs over instead of continuing them.")
 @click.option("-q", "--quiet", is_flag=True, help="Print nothing but the comparison, errors and warnings.")
 @click.pass_obj
-@in_processes
 def sweep_command(
     host: Host, recipe: Path, axes: tuple[str, ...], overrides: tuple[str, ...], output: Path | None, device: str,
     restart: bool, quiet: bool,

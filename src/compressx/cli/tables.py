@@ -12,7 +12,6 @@ from compressx.api.names import folded, kind_of
 from compressx.api.patterns import UNIT_KINDS
 from compressx.api.record import numbers_in
 from compressx.masks.inspect import share_of_zeros
-from compressx.planning.make import pruners_of
 from compressx.plugins.kinds import EXPORTER
 from compressx.report.section import Column, Section, Value, estimates, table
 
@@ -36,32 +35,25 @@ _CHANGES = (Column("change", ".2%"), Column("unchanged", ".2%"))
 
 def full_size(recipe: Recipe, plugins: Plugins) -> str:
     """Say that zeros are stored, and what makes that smaller; empty where a recipe did it, or keeps no `model/`."""
-    units = any(isinstance(rule.pattern, str) for rule in recipe.prune)  # `shrink` may have refused their widths
-    formats = [plugins.find(EXPORTER, export.format) for export in recipe.export]
-    if recipe.shrink or not any(x.dense for x in formats) or (units and any(x.own_widths for x in formats)):
+    dense = any(plugins.find(EXPORTER, export.format).dense for export in recipe.export)
+    if recipe.shrink or recipe.own_widths or not dense:
         return ""
-    stored = f"files are as large as the dense model's: compressx {{}} {shlex.quote(str(recipe.output))}"
-    if units:
-        return f"{stored.format('export')} writes a smaller one, in which each block has its own width"
-    able = ", ".join(f"{unit} ({pruners_of(unit, plugins)})" for unit in UNIT_KINDS)
-    return f"{stored.format('pack')} makes them smaller; for a smaller model, set shrink: true and prune units: {able}"
+    return (
+        f"files are as large as the dense model's: compressx pack {shlex.quote(str(recipe.output))} makes them "
+        f"smaller; for a smaller model, prune {', '.join(UNIT_KINDS)} with shrink: true"
+    )
 
 
-def of_plan(plan: Plan, *, every: bool = False) -> Iterator[Section]:
-    """Yield the linears with pruner, pattern and shape, and what is skipped and why; folded unless `every`."""
+def of_plan(plan: Plan) -> Iterator[Section]:
+    """Yield the linears with pruner, pattern and shape, and what is skipped and why, equal ones in one row."""
     if not plan.linears:
         yield Section(note="nothing is pruned: the recipe selects tokens only")
         return
     rows = [(x.name, x.rule.label, plan.shown_pattern(x), f"{x.shape[0]} x {x.shape[1]}") for x in plan.linears]
-    skipped = [*plan.skipped.items()]
-    columns: list[Column | str] = ["pruner", "pattern", Column("shape", "s")]
-    if every:
-        yield Section(table=table(["linear", *columns], rows))
-        yield Section(table=table(["not pruned", "reason"], skipped))
-    else:
-        alike: list[Sequence[Value]] = [(name, count, *rest) for name, count, rest in folded(rows)]
-        yield Section(table=table(["linear", Column("linears", "d"), *columns], alike))
-        yield Section(table=table(["not pruned", "reason"], [(name, *rest) for name, _, rest in folded(skipped)]))
+    alike: list[Sequence[Value]] = [(name, count, *rest) for name, count, rest in folded(rows)]
+    yield Section(table=table(["linear", Column("linears", "d"), "pruner", "pattern", Column("shape", "s")], alike))
+    skipped = folded(plan.skipped.items())
+    yield Section(table=table(["not pruned", "reason"], [(name, *reason) for name, _, reason in skipped]))
     weights = sum(x.weights for x in plan.linears)
     sparsity = f"sparsity {zeros_of(plan.linears) / weights:.2%}"
     if plan.allocation is not None:

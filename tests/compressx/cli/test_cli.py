@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -56,73 +55,10 @@ def write_plugin(name: str, body: str) -> None:
     Path(f"{name}.py").write_text(f"import compressx\n\n@compressx.hookimpl\ndef {body}\n")
 
 
-FULL_SIZE = "files are as large as the dense model's: compressx pack "
-PACKED = (
-    "{} makes them smaller; for a smaller model, set shrink: true and prune units: neurons (magnitude, wanda, ziplm), "
-    "kv-groups (magnitude, wanda, ziplm), experts (reap), blocks (depth)"
+FULL_SIZE = (
+    "files are as large as the dense model's: compressx pack {} makes them smaller; for a smaller model, prune "
+    "neurons, kv-groups, experts, blocks with shrink: true"
 )
-
-# --- mistakes: each one clear message, and nothing written
-
-WANDA = '{targets: ["*"], pruner: wanda, sparsity: 0.5}'
-MISTAKES: dict[str, tuple[str, str, str, tuple[str, ...]]] = {
-    # what is replaced, by what, the place, what the message says
-    "a misspelt key": ("prune:", "prnue:", "3", ("unknown key 'prnue'", "did you mean 'prune'?")),
-    "a target without a linear": ('"*.q_proj", "*.k_proj"', '"*.q_prj"', "4",
-                                  ("'*.q_prj' matches no linear", "did you mean '*.q_proj'?")),
-    "an unknown pruner": (WANDA, WANDA.replace("wanda", "wandas"), "5",
-                          ("no pruner 'wandas'", "did you mean 'wanda'?")),
-    "a model that is not there": ("path: model", "path: modle", "1",
-                                  ("model path modle does not exist; did you mean 'model'? looked in ",)),
-    "text that is not there": ("text: text.txt", "text: txet.txt", "2",
-                               ("no file matches 'txet.txt'; did you mean 'text.txt'? looked in ",)),
-    "an unknown allocation": ("output: out", "output: out\nallocation: {method: owll, target: 0.5}", "9",
-                              ("allocation.method is 'owll'", "did you mean 'owl'? expected 'owl', 'divergence'")),
-    "an output that is a file": ("output: out", "output: text.txt", "8", ("is a file; choose a folder",)),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_every_mistake_is_named_with_place_value_and_remedy(work, mistake):
-    old, new, line, expected = MISTAKES[mistake]
-    Path("r.yaml").write_text(RECIPE.replace(old, new, 1))
-    said = refused("plan", "r.yaml")
-    # a needed key that is misspelt is told as missing too, on a line of its own
-    assert any(
-        x.removeprefix("error: ").startswith(f"r.yaml:{line}:") and all(part in x for part in expected)
-        for x in said.splitlines()
-    ), said
-    assert invoke("run", "r.yaml").stderr.endswith(said)
-    assert not [p.name for p in Path().iterdir() if p.name in ("out", "cache") or p.name.startswith(".")]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
-        (["-p", "wanda", "plugins"], "expected no:NAME, got 'wanda'"),
-        (["-p", "no:", "plugins"], "expected no:NAME, got 'no:'"),
-        (["-p", "no:wandas", "plugins"], "did you mean 'wanda'?"),
-        (["--plugin", "no_such_module", "plugins"], "no_such_module"),
-        (["run", "r.yaml", "--resume", "--restart"], "--resume and --restart exclude each other; give one"),
-        (["run", "r.yaml", "-q", "-v"], "--verbose and --quiet exclude each other; give one"),
-        (["-p", "no:wanda", "run", "r.yaml", "-q"],
-         "error: r.yaml:5:22: no pruner 'wanda': plugin 'wanda' (entry point) is blocked; drop -p no:wanda"),
-        (["run", "r.yaml", "--device", "tpu"], "tpu"),
-        pytest.param(["run", "r.yaml", "--device", "cuda"], "finds no CUDA GPU", marks=WITHOUT_CUDA),
-        pytest.param(["eval", "model", "--device", "cuda"], "finds no CUDA GPU", marks=WITHOUT_CUDA),
-        (["run", "r.yaml", "--set", "prune.1.sparsity=1.7"], "--set prune.1.sparsity=1.7: prune[1].sparsity is 1.7"),
-        (["run", "r.yaml", "--set", "prune[1].sparsity=50"], "--set prune[1].sparsity=50: prune[1].sparsity is 50"),
-        (["run", "r.yaml", "--set", "calibration.sample=8"], "did you mean 'samples'?"),
-        (["run", "r.yaml", "-q", "--set", "output=/"], "--set output=/: output / is the root of the file system"),
-        (["plan", "r.yaml", "--set", "output=/"], "--set output=/: output / is the root of the file system"),
-        (["plan", "r.yaml", "--set", "evaluate.sample={prompt: w1 w2, tokens: 500}"],
-         "--set evaluate.sample={prompt: w1 w2, tokens: 500}: evaluate.sample: a prompt of 2 tokens and 500 after it"),
-    ],
-)  # fmt: skip
-def test_a_wrong_option_of_the_command_line_is_named(work, arguments, complaint):
-    assert complaint in refused(*arguments)
-    assert not Path("out").exists()
-
 
 # --- a whole run
 
@@ -155,7 +91,7 @@ def test_a_run_leaves_all_of_its_files_and_nothing_else(finished):
 def test_a_run_prints_perplexities_and_where_it_wrote_and_beside_that_the_lines_of_its_log(finished):
     assert "\x1b" not in finished.stdout + finished.stderr
     assert "token_perplexity" in finished.stdout
-    assert finished.stdout.splitlines()[-2:] == [f"{FULL_SIZE}{PACKED.format('out')}", "written to out"]
+    assert finished.stdout.splitlines()[-2:] == [FULL_SIZE.format("out"), "written to out"]
     assert finished.stderr == Path("out/run.log").read_text()
     lines = [x.split(" ", 2)[2] for x in finished.stderr.splitlines()]  # without date and time
     assert lines[0] == "INFO command: python -m compressx run r.yaml -v --set calibration.samples=6"
@@ -273,7 +209,7 @@ def test_a_program_that_sigterm_ends_has_status_143(stop):
 
 
 @pytest.mark.parametrize("architecture", KINDS)
-def test_the_recipe_that_init_writes_is_planned_as_it_is_and_with_its_other_rule(architecture, project, monkeypatch):
+def test_the_recipe_that_init_writes_is_planned_as_it_is(architecture, project, monkeypatch):
     for name, value in ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
     save_tiny(Path("tiny"), architecture)
@@ -283,77 +219,43 @@ def test_the_recipe_that_init_writes_is_planned_as_it_is_and_with_its_other_rule
     assert {x["pattern"] for x in planned["linears"]} == {"50% layer"}
     for name in [x["name"] for x in planned["skipped"] if not x["name"].startswith("model.layers")]:
         assert f"#   {name}: " in text
-    assert "exists and is not overwritten" in refused("init", "tiny", "--output", "r.yaml")
-    assert Path("r.yaml").read_text() == text
     assert printed("init", "tiny") == text
-    Path("r.yaml").write_text(text.replace("  # - {targets", "  - {targets"))
-    pruners = {x["pruner"] for x in json.loads(printed("plan", "r.yaml", "--json"))["linears"]}
-    assert pruners == {"sparsegpt"} | (set() if architecture == "bloom" else {"attnprune"})
 
 
-def test_init_and_plan_say_that_files_stay_as_large_and_what_makes_them_smaller_unless_it_is_asked_for(work):
-    text = printed("init", "model", "--output", "new.yaml")
-    assert f"its run's {FULL_SIZE}{PACKED.format('runs/model-50')}" in text
-    shown = printed("plan", "r.yaml", "--set", "output=a b")
-    assert shown.endswith(f"\n{FULL_SIZE}" + PACKED.format("'a b'") + "\n")
+def test_a_plan_says_that_files_stay_as_large_and_what_makes_them_smaller_unless_it_is_asked_for(work):
+    assert printed("plan", "r.yaml", "--set", "output=a b").endswith(FULL_SIZE.format("'a b'") + "\n")
     shrunk = '{targets: ["*.mlp.*"], pruner: magnitude, pattern: neurons, sparsity: 0.25}'
     Path("r.yaml").write_text(f"model: {{path: model}}\nshrink: true\nprune: [{shrunk}]\noutput: out\n")
-    assert FULL_SIZE not in printed("plan", "r.yaml")
-    assert FULL_SIZE not in printed("run", "r.yaml")
+    assert "as large as" not in printed("plan", "r.yaml")
+    assert "as large as" not in printed("run", "r.yaml")
 
 
-def test_init_says_what_is_where_which_pruners_take_it_and_what_it_cannot_do(work):
-    text = printed("init", "model", "--pruner", "attnprune", "--dtype", "bfloat16")
-    assert "# model: LlamaForCausalLM,\n# 3 decoder blocks, 0.1 M weights,\n# 0.1 M of them in" in text
-    assert "#   model.layers.0-2.self_attn.k_proj: 3 of 32 x 64, 0.0 M\n" in text
-    assert "#   attnprune    only *.q_proj and *.k_proj, in a rule of their own\n#   dare         all\n" in text
-    assert "#   depth        whole blocks, with pattern: blocks\n#   magnitude    all\n" in text
-    assert "model: {path: model, dtype: bfloat16}\n" in text
-    Path("attention.yaml").write_text(text)
-    assert len(json.loads(printed("plan", "attention.yaml", "--json"))["linears"]) == 6
-    assert "no pruner 'wnda'; did you mean 'wanda'?" in refused("init", "model", "--pruner", "wnda")
-    assert "--revision x: model is a path" in refused("init", "model", "--revision", "x")
-    save_tiny(Path("alibi"), "bloom")
-    message = refused("init", "alibi", "--pruner", "attnprune")
-    assert "attnprune prunes none of this model's linears: transformer.h.0.self_attention (BloomAttention)" in message
-    assert message.endswith(
-        "give --pruner one that does: alps, dare, depth, magnitude, sensitivity, sparsegpt, wanda, ziplm\n"
-    )
-
-
-@pytest.mark.parametrize(
-    "architecture", ["llama", *(pytest.param(x, marks=pytest.mark.slow) for x in ("mixtral", "bloom"))]
-)
 @pytest.mark.parametrize("pruner", list(BUILT_IN))
-def test_init_writes_a_recipe_for_every_pruner_or_says_which_it_writes_one_for(pruner, architecture, work):
-    save_tiny(Path("tiny"), architecture)
-    done = invoke("init", "tiny", "--pruner", pruner, "--output", "r1.yaml")
-    if done.exit_code:
-        able = done.stderr.strip().rpartition(": ")[2].split(", ")
-        assert pruner not in able
-        printed("init", "tiny", "--pruner", able[0], "--output", "r1.yaml")
-    planned = json.loads(printed("plan", "r1.yaml", "--json"))
-    assert {x["pruner"] for x in planned["linears"]} == {able[0] if done.exit_code else pruner}
-    text = Path("r1.yaml").read_text().replace("  # - {targets", "  - {targets")
-    Path("r1.yaml").write_text(text.replace("# shrink:", "shrink:") if architecture == "llama" else text)
-    printed("plan", "r1.yaml")
+def test_init_writes_a_recipe_that_is_planned_for_every_pruner_that_the_model_suits(pruner, work):
+    save_tiny(Path("tiny"), "mixtral")
+    for model in ("model", "tiny"):
+        done = invoke("init", model, "--pruner", pruner, "--dtype", "bfloat16")
+        if (done.exit_code, pruner, model) == (2, "reap", "model"):
+            continue
+        assert f"model: {{path: {model}, dtype: bfloat16}}\n" in done.stdout
+        Path("r1.yaml").write_text(done.stdout.replace("# shrink:", "shrink:") if model == "model" else done.stdout)
+        planned = json.loads(printed("plan", "r1.yaml", "--json"))
+        assert {x["pruner"] for x in planned["linears"]} == {pruner}
+    if pruner == "attnprune":
+        text = printed("init", "model", "--pruner", pruner)
+        assert "# model: LlamaForCausalLM,\n# 3 decoder blocks, 0.1 M weights,\n# 0.1 M of them in" in text
+        assert "#   model.layers.0-2.self_attn.k_proj: 3 of 32 x 64, 0.0 M\n" in text
+        assert '  - {targets: ["*.q_proj", "*.k_proj"], pruner: attnprune, sparsity: 0.5}' in text
 
 
 @pytest.mark.parametrize("unit", ["neurons", "kv-groups", "experts", "blocks"])
-def test_what_is_said_of_a_smaller_model_makes_one(unit, work):
-    """The advice of a plan, of a refused width of its own, and of a pruner that prunes no such units."""
+def test_the_pruners_that_a_refusal_names_for_a_unit_remove_it(unit, work):
     save_tiny(Path("tiny"), "mixtral")
-    rule = "[{{targets: ['*'], pruner: {}, pattern: {}, sparsity: 0.5}}]"
-    plain = printed("plan", "r.yaml")
-    told = refused("plan", "r.yaml", "--set", "prune=" + rule.format("alps", unit), "--set", "model=./tiny")
-    able = told.strip().rpartition(": ")[2].split(", ")
-    assert f"{unit} ({', '.join(able)})" in plain
-    for pruner in able:
-        asked = ["r.yaml", "--set", "prune=" + rule.format(pruner, unit), "--set", "model=./tiny"]
-        said = printed("plan", *asked, "--set", "shrink=true")
-        assert "shrink" not in said
-        if unit != "experts":
-            assert "set shrink" not in printed("plan", *asked), "it may have refused these units"
+    rule = "prune=[{{targets: ['*'], pruner: {}, pattern: {}, sparsity: 0.5}}]"
+    told = refused("plan", "r.yaml", "--set", rule.format("alps", unit), "--set", "model=./tiny")
+    for pruner in told.strip().rpartition(": ")[2].split(", "):
+        given = ["--set", rule.format(pruner, unit), "--set", "model=./tiny", "--set", "shrink=true"]
+        assert "as large as" not in printed("plan", "r.yaml", *given)
 
 
 def planned(*options: str) -> list[str]:
@@ -364,7 +266,7 @@ def planned(*options: str) -> list[str]:
     return lines[:end]
 
 
-def test_a_plan_folds_equal_linears_or_lists_all_and_says_why_others_are_left_alone(work):
+def test_a_plan_folds_equal_linears_and_says_why_others_are_left_alone(work):
     Path("r.yaml").write_text(RECIPE + "ignore: [{layers: 0-1}]\n")
     lines = planned()
     assert "model.layers.2.self_attn.q_proj 1 attnprune 50% joint 64 x 64" in lines
@@ -372,11 +274,8 @@ def test_a_plan_folds_equal_linears_or_lists_all_and_says_why_others_are_left_al
     Path("r.yaml").write_text(RECIPE)
     lines = planned()
     assert "model.layers.0-2.self_attn.q_proj 3 attnprune 50% joint 64 x 64" in lines
-    assert len([x for x in lines if x.startswith("model.layers.")]) == 7
-    lines = planned("--all")
-    assert "model.layers.0.self_attn.q_proj attnprune 50% joint 64 x 64" in lines
-    assert "model.layers.2.mlp.down_proj wanda 50% row 64 x 96" in lines
     assert "model.embed_tokens an embedding, not a linear" in lines
+    assert len([x for x in lines if x.startswith("model.layers.")]) == 7
     assert lines[-1] == "21 linears, 0.1 M weights, sparsity 50.00%"
     assert not Path("out").exists()
     done = json.loads(printed("plan", "r.yaml", "--json", "--set", "prune.1.sparsity=0.25"))
@@ -387,8 +286,8 @@ def test_a_plan_folds_equal_linears_or_lists_all_and_says_why_others_are_left_al
 def test_a_plan_with_allocation_shows_the_target_and_that_sparsities_are_chosen_later(work):
     text = RECIPE.replace(", sparsity: 0.5", "")
     Path("r.yaml").write_text(f"{text}allocation: {{method: attention-aware, target: 0.6, samples: 4}}\n")
-    lines = planned("--all")
-    assert "model.layers.0.self_attn.q_proj attnprune allocated joint 64 x 64" in lines
+    lines = planned()
+    assert "model.layers.0-2.self_attn.q_proj 3 attnprune allocated joint 64 x 64" in lines
     assert lines[-2:] == [
         "21 linears, 0.1 M weights, target sparsity 60.00%",
         "attention-aware measures divergences when the recipe is run, and chooses sparsities then "
@@ -396,7 +295,7 @@ def test_a_plan_with_allocation_shows_the_target_and_that_sparsities_are_chosen_
     ]
     text = text.replace("pruner: wanda}", 'pruner: wanda, pattern: "2:4"}')
     Path("r.yaml").write_text(f"{text}allocation: {{method: owl, target: 0.5, samples: 4}}\n")
-    assert "model.layers.2.mlp.down_proj wanda allocated N:4 64 x 96" in planned("--all"), "M is given"
+    assert "model.layers.0-2.mlp.down_proj 3 wanda allocated N:4 64 x 96" in planned(), "M is given"
 
 
 def test_plugins_say_what_loaded_and_what_is_blocked(work):
@@ -422,19 +321,15 @@ def narrow(work: Path) -> Path:
     return work
 
 
-def ended(monkeypatch: pytest.MonkeyPatch, stream: Callable[[], io.TextIOWrapper], *words: str) -> tuple[object, str]:
-    """Run a command with other standard streams; return its status, and what it printed where that can be read."""
+def ended(monkeypatch: pytest.MonkeyPatch, encoding: str, *words: str) -> tuple[object, str]:
+    """Run a command with streams of an encoding; return its status, and what it printed."""
     for name in ("stdout", "stderr"):
-        monkeypatch.setattr(sys, name, made := stream())
+        monkeypatch.setattr(sys, name, made := io.TextIOWrapper(io.BytesIO(), encoding))
         monkeypatch.setattr(sys, f"__{name}__", made)
     with pytest.raises(SystemExit) as exited:
         main([*words])
     sys.stdout.flush()
-    buffer = sys.stdout.buffer
-    said = buffer.getvalue().decode("latin-1") if isinstance(buffer, io.BytesIO) else ""
-    sys.stdout.close()
-    sys.stderr.close()
-    return exited.value.code, said
+    return exited.value.code, sys.stdout.buffer.getvalue().decode("latin-1")
 
 
 NARROW = {
@@ -449,43 +344,23 @@ NARROW = {
 @pytest.mark.parametrize(
     "encoding", ["latin-1", *(pytest.param(e, marks=pytest.mark.slow) for e in ("ascii", "utf-8"))]
 )
-@pytest.mark.parametrize("command", NARROW)
+@pytest.mark.parametrize("command", [*NARROW, pytest.param("run", marks=pytest.mark.slow)])
 def test_a_command_ends_well_on_a_terminal_of_any_encoding(narrow, command, encoding, monkeypatch) -> None:
-    words = NARROW[command]
-    code, said = ended(monkeypatch, lambda: io.TextIOWrapper(io.BytesIO(), encoding), *words)
+    words = NARROW.get(command, ["run", "模.yaml"])
+    code, said = ended(monkeypatch, encoding, *words)
     assert code == (2 if command == "error" else 0)
     if "--json" in words:
         assert json.loads(said)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("encoding", ["latin-1", "utf-8"])
-def test_a_finished_run_ends_well_on_a_terminal_of_any_encoding(narrow, encoding, monkeypatch) -> None:
-    code, said = ended(monkeypatch, lambda: io.TextIOWrapper(io.BytesIO(), encoding), "run", "模.yaml")
-    assert code == 0
-    assert ("\\u6a21" in said) == (encoding != "utf-8"), "what the terminal cannot show is escaped"
-    assert Path("out-模é/report.json").is_file()
-
-
-@pytest.mark.parametrize("command", [*NARROW, pytest.param("run", marks=pytest.mark.slow)])
-def test_what_nobody_reads_ends_no_command(narrow, command, monkeypatch) -> None:
-    """As after `| head -1`: what is left to do is done, and its status is that of the command."""
-
-    def unread() -> io.TextIOWrapper:
-        read, write = os.pipe()
-        os.close(read)
-        return io.TextIOWrapper(os.fdopen(write, "wb"), "utf-8")
-
-    code, _ = ended(monkeypatch, unread, *NARROW.get(command, ["run", "模.yaml"]))
-    assert code == (2 if command == "error" else 0)
-    assert command != "run" or Path("out-模é/report.json").is_file()
+    if command == "run":
+        assert ("\\u6a21" in said) == (encoding != "utf-8"), "what the terminal cannot show is escaped"
+        assert Path("out-模é/report.json").is_file()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("ending", "status"), [(">&-", 0), ("2>&-", 0), (">&- 2>&- <&-", 0), (">/dev/full", 2), ("| head -c 1", 0)]
+    ("ending", "status"), [(">&-", 0), ("2>&-", 0), (">&- 2>&- <&-", 0), (">/dev/full", 2), ("| head -c 1", 1)]
 )
-def test_standard_streams_may_be_closed_and_what_a_full_disk_lacks_is_an_error(work, ending, status) -> None:
+def test_standard_streams_may_be_closed_or_unread_and_what_a_full_disk_lacks_is_an_error(work, ending, status) -> None:
     command = f"set -o pipefail; {sys.executable} -m compressx inspect model {ending}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == status, done.stderr

@@ -8,45 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.compressx.cli.commands import invoke, printed, refused
+from tests.compressx.cli.commands import RECIPE, TEXT, invoke, printed, refused
 from tests.compressx.saved import save_tiny
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from compressx.masks import MaskSet
 from compressx.report.compare import read_report
-
-RECIPE = """\
-model: {path: model, dtype: float32}
-calibration: {dataset: {text: text.txt}, samples: 4, sequence_length: 32}
-prune:
-  - {targets: ["*.down_proj"], pruner: wanda, sparsity: 0.5}
-  - {targets: ["*"], pruner: magnitude, pattern: "2:4"}
-evaluate:
-  token_perplexity: {dataset: {text: text.txt}, sequence_length: 32, samples: 4}
-output: out
-"""
-TEXT = "evaluate.token_perplexity={dataset: {text: text.txt}, sequence_length: 32, samples: 4}"
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a model, a text, a recipe and the output of its run."""
-    folder = tmp_path_factory.mktemp("finished")
-    save_tiny(folder / "model", "llama")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("COMPRESSX_CACHE", str(folder / "cache"))
-        patch.chdir(folder)
-        Path("r.yaml").write_text(RECIPE)
-        assert invoke("run", "-q", "r.yaml").exit_code == 0
-    return folder
-
-
-@pytest.fixture
-def work(finished: Path, project: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    for source in finished.iterdir():
-        (project / source.name).symlink_to(source)
-    monkeypatch.setenv("COMPRESSX_CACHE", str(project / "cache"))
-    return project
 
 
 def measured(name: str) -> float:
@@ -87,55 +54,8 @@ def test_eval_measures_a_dense_model_with_masks_as_masked_and_without_as_dense(w
         assert json.loads(done.stdout)["token_perplexity"] == pytest.approx(measured(stage), rel=1e-6)
 
 
-def test_eval_says_what_is_wrong(work):
-    Path("gone.yaml").write_text(
-        RECIPE.replace("dataset: {text: text.txt}, sequence_length: 32, samples: 4", "dataset: {text: no.txt}")
-    )
-    Path("bare.yaml").write_text(RECIPE[: RECIPE.index("evaluate:")] + "output: other\n")
-    for arguments, complaint in (
-        (["eval", "nowhere/at/all/model.gguf"], "model.gguf"),
-        (["eval", "out", "--recipe", "bare.yaml"], "bare.yaml: no evaluate section"),
-        (["eval", "out", "--set", "evaluate.token_perplexty.samples=4"], "did you mean 'token_perplexity'?"),
-        (
-            ["eval", "out", "--set", "evaluate.token_perplexity.dataset={text: no.txt}"],
-            "--set evaluate.token_perplexity.dataset={text: no.txt}: text: no file matches 'no.txt'",
-        ),
-        (["eval", "out", "--recipe", "gone.yaml"], "gone.yaml:7:22: text: no file matches 'no.txt'"),
-        (
-            ["eval", "out", "--set", TEXT, "--set", "evaluate.sample={prompt: w1, tokens: 500}"],
-            "evaluate.sample: a prompt",
-        ),
-        (["eval", "model", "--masks", "r.yaml", "--set", TEXT], "r.yaml"),
-        (["eval", "out", "--revision", "abc"], "--revision abc: out is a path, and only hub models have revisions"),
-        (["eval", "out", "--set", "evaluate.token_perplexity=null"], "--set: evaluate is empty"),
-        (["eval", "out", "--tasks", "no.yaml"], ": lm_eval.tasks: no such file: no.yaml (looked in "),
-        (
-            ["eval", "out", "--set", "select_tokens={selector: recent, keep: 0.5}"],
-            "--set select_tokens: nothing that is measured reads a prompt",
-        ),
-        (["eval", "model", "--set", TEXT.replace("samples: 4", "samples: 99")], "evaluation needs 99 sequences of 32"),
-    ):
-        assert complaint in refused(*arguments)
-
-
-@pytest.mark.parametrize(
-    ("given", "key", "hint"),
-    [
-        ("model.trust_remote_code=false", "model.trust_remote_code", ""),
-        ("evalute.needle.tokens=4", "evalute.needle.tokens", "did you mean 'evaluate'? "),
-        ("a\nb=1", r"a\nb", ""),
-    ],
-)
-def test_eval_refuses_to_set_what_it_does_not_read(given, key, hint, project):
-    Path("r.yaml").write_text(RECIPE)
-    told = f"{hint}it reads evaluate.KEY and select_tokens.KEY, and measures MODEL"
-    assert refused("eval", "model", "--recipe", "r.yaml", "--set", given) == (
-        f"error: --set {key}: eval does not read it; {told}\n"
-    )
-
-
 def test_a_recipe_that_only_what_is_set_makes_whole_can_be_evaluated_by(work):
-    Path("part.yaml").write_text(RECIPE.replace("sequence_length: 32, samples: 4}\noutput", "samples: none}\noutput"))
+    Path("part.yaml").write_text(RECIPE.replace("sequence_length: 32, samples: 4}\nsel", "samples: none}\nsel"))
     given = ("--set", "evaluate.token_perplexity.samples=4", "--set", "evaluate.token_perplexity.sequence_length=32")
     done = printed("eval", "out", "--recipe", "part.yaml", *given, "--json")
     assert json.loads(done)["token_perplexity"] == pytest.approx(measured("pruned"), rel=1e-6)
@@ -162,13 +82,9 @@ def test_apply_puts_masks_on_another_checkpoint_of_the_same_shapes(work):
 
 def test_apply_can_insist_on_the_weights_that_were_pruned(work):
     printed("apply", "out/masks.safetensors", "model", "--output", "one", "--original")
-    for arguments, complaint in (
-        (["out/masks.safetensors", "out/model", "--output", "two", "--original"], "load that model, in the dtype"),
-        (["out", "model", "--output", "two"], "out is a folder, expected a masks file, such as out/masks.safet"),
-        (["out/masks.safetensors", "model", "--output", "model"], "output model exists; name a new folder"),
-    ):
-        assert complaint in refused("apply", *arguments)
-        assert not Path("two").exists()
+    told = refused("apply", "out/masks.safetensors", "out/model", "--output", "two", "--original")
+    assert "load that model, in the dtype" in told
+    assert not Path("two").exists()
 
 
 def test_inspect_counts_what_the_run_says_it_pruned(work):
@@ -194,7 +110,6 @@ def test_inspect_compares_a_run_with_its_base(work):
     told = refused("inspect", "out", "--base", "other/model")
     assert told.startswith("error: other/model: model.layers.0.self_attn.k_proj is [16, 64], and [32, 64] in out;")
     assert told.count("\n") == 1
-    assert "error: " in refused("inspect", "out", "--base", "nowhere/at-all")
 
 
 @pytest.mark.slow
@@ -218,32 +133,6 @@ def test_sweep_runs_every_combination_compares_them_and_goes_on_where_it_stopped
     assert read_report(Path("grid") / names[1]).evaluation == kept.evaluation
 
 
-def test_sweep_finds_every_mistake_before_it_runs_anything(work):
-    for axes, complaint in (
-        (["prune.0.sparsity=0.5,1.5"], "--grid prune.0.sparsity=1.5: prune[0].sparsity is 1.5"),
-        (["prune.0.sparsity"], "expected KEY=VALUE,VALUE..."),
-        (["prune.0.sparsity=0.5,0.5"], "a value is given twice"),
-        (["prune.0.sparsity=0.5", "prune.0.sparsity=0.6"], "list all its values once"),
-        (["prune.0.sparsity=0.5", "prune[0].sparsity=0.6"], "list all its values once"),
-        (["output=a,b"], "--grid output=a,b: every run of a sweep gets its own folder"),
-        (
-            ["prune.0.sparsty=0.5"],
-            "prune.0.sparsty=0.5: unknown key 'sparsty' in prune[0]; did you mean 'sparsity'?",
-        ),
-        (['prune.0.targets=["*.nothing"]'], "matches no linear"),
-        (["calibration.samples=4,1000"], "calibration.samples=1000: r.yaml:2:1: calibration needs 1000 sequences"),
-        (["evaluate.token_perplexity.samples=4,900"], "evaluate.token_perplexity.samples=900: r.yaml:6:1: "),
-    ):
-        assert complaint in refused(
-            "sweep", "r.yaml", *[x for axis in axes for x in ("--grid", axis)], "--output", "never"
-        )
-        assert not Path("never").exists()
-    axis, fixed = "prune.0.sparsity=0.5", "prune[0].sparsity=0.6"
-    assert f"--set {fixed}: --grid also sets this key" in refused(
-        "sweep", "r.yaml", "--grid", axis, "--set", fixed, "--output", "never"
-    )
-
-
 def test_sweep_does_not_take_another_recipes_run_for_its_own(work):
     arguments = ["sweep", "r.yaml", "-q", "--grid", "prune.0.sparsity=0.5", "--output", "grid"]
     assert invoke(*arguments).exit_code == 0
@@ -260,4 +149,3 @@ def test_compare_prints_runs_and_writes_where_it_is_told(work):
     done = printed("compare", "out", "out", "--output", "sides")
     assert done.count("magnitude, wanda") == 2
     assert {p.name for p in Path("sides").iterdir()} == {"compare.md", "compare.csv", "compare.svg"}
-    assert invoke("compare", "model").exit_code == 2
