@@ -70,7 +70,7 @@ def blocks(
     batches = [torch.split(text, 8) for text in texts]
     states, calls = capture(access, found, [x for split in batches for x in split])
     seen = len(batches[0])
-    built = {spec.name: PlannedRule(0, spec, spec.options(), None, None).build()[0] for spec in pruners}
+    built = {spec.name: PlannedRule(0, ((spec, spec.options()),)).build()[0] for spec in pruners}
     for whole, runs in each_block(access, found, calls):
         if indices is not None and whole.index > max(indices):
             return
@@ -104,7 +104,7 @@ def measure(
         matrices = [h.matrix.double() for text in (SEEN, UNSEEN) if isinstance(h := stats[text].statistic, Hessian)]
         whole = [squares(dense, matrix) for matrix in matrices]
         for pattern, spec in itertools.product(patterns, pruners):
-            pruner, _ = PlannedRule(0, spec, spec.options(), None, None).build()
+            (pruner,) = PlannedRule(0, ((spec, spec.options()),)).build()
             own = {name: stats[spec.name]} if spec.name in stats else {}
             started = time.perf_counter()
             result = answer_of(spec.name, pruner, observed.block, {name: pattern}, own)[name]

@@ -174,7 +174,7 @@ def study(arguments: argparse.Namespace, done: set[tuple[str, str, str]]) -> Ite
             dense = Dense(*unseen, inputs, weights, attention, outputs, fisher, output_gradients[block.fqn])
             for method in dict.fromkeys(m for _, m, _ in wanted):
                 spec = plugins.find(PRUNER, method)
-                rule = PlannedRule(0, spec, spec.options(), None, None)
+                rule = PlannedRule(0, ((spec, spec.options()),))
                 built = rule.build()
                 stats = gather(known, {rule: list(linears)}, {rule: built}, passes(runs[:learned], states[:learned]))
                 for sparsity in (float(s) for _, m, s in wanted if m == method):

@@ -137,7 +137,7 @@ def for_peer(settings: Settings, folder: Path) -> dict[str, str]:
     found = checkpoint(settings.model, settings.dtype)
     tokenizer = load_tokenizer(found)
     source = DatasetSource(**_dataset(settings.calibration))
-    draw = Draw([(source, 1.0)], settings.samples, settings.sequence_length, bos=settings.bos)
+    draw = Draw(dataset=source, samples=settings.samples, sequence_length=settings.sequence_length, bos=settings.bos)
     model = load_model(found)  # saved as a folder, whatever its source
     drawn = read_calibration(draw, tokenizer, model=model)
     (folder / "windows.json").write_text(json.dumps(drawn.tolist()), encoding="utf-8")

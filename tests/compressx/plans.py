@@ -26,7 +26,7 @@ def plan_all(
 ) -> Plan:  # fmt: skip
     """Plan one rule over every linear whose name contains `only`."""
     found = architecture_of(model)
-    rule = PlannedRule(0, spec, spec.options(), reconstructor, reconstructor and reconstructor.options())
+    rule = PlannedRule(0, tuple((x, x.options()) for x in (spec, reconstructor) if x))
     every = {**found.linears, **(found.outside if outside else {})}
     linears = tuple(
         PlannedLinear(n, found.block_of(n) if n in found.linears else "", tuple(x.weight.shape), rule, pattern)

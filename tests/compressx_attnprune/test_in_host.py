@@ -38,13 +38,8 @@ def plan(
     """Plan one rule over all query and key projections; the options are attnprune's, in whichever role it has."""
     found = architecture_of(model)
     chosen = SPEC.options(**options)
-    rule = PlannedRule(
-        0,
-        selector,
-        chosen if selector is SPEC else selector.options(),
-        reconstructor,
-        chosen if reconstructor else None,
-    )
+    specs = (selector, reconstructor) if reconstructor else (selector,)
+    rule = PlannedRule(0, tuple((spec, chosen if spec is SPEC else spec.options()) for spec in specs))
     linears = tuple(
         PlannedLinear(n, found.block_of(n), tuple(x.weight.shape), rule, pattern)
         for n, x in found.linears.items()

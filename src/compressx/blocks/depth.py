@@ -65,7 +65,7 @@ def choose_blocks(
             it is not the same as zeros; hidden states that are not finite.
         ArtifactError: a weight that is not finite.
     """
-    name, pruner, count = depth.rule.pruner.name, depth.rule.build_depth(), depth.pattern.dropped
+    name, pruner, count = depth.rule.label, depth.rule.build_depth(), depth.pattern.dropped
     some = torch.split(torch.cat([*batches])[: math.ceil(pruner.windows / ranks.size)], len(batches[0]))
     trials = Trials(access, depth.blocks, some, ranks, lambda done: progress(done, count))
     with blamed_on(f"choose of pruner {name!r} failed"):

@@ -179,14 +179,14 @@ class _Pruning:
         layers, masks, images = self.prune(block, observing)
         error, reconstruction = _output_error(measured, dense), None
         dropped = block.fqn in self.plan.dropped
-        if self.plan.reconstruct_block and layers and not dropped:
+        if self.plan.block_training and layers and not dropped:
             # Apart, or keys and values for later blocks would hold the graphs of the training's last steps.
             trained = [run.isolated for run in runs]
             passages = [BlockBatch(*x) for x in zip(hidden.pruned, hidden.dense, trained, strict=True)]
             channels = self.fisher.channels.get(block.fqn)
             with memory_named(f"training {block.fqn}"):
                 reconstruction = reconstruct(
-                    self.access.model, block.fqn, masks, passages, self.plan.reconstruct_block, self.ranks, channels
+                    self.access.model, block.fqn, masks, passages, self.plan.block_training, self.ranks, channels
                 )
         if block.index < self.last and not (dropped and in_place_of(self.access, block.fqn) is None):  # the same states
             advance(block.fqn, runs, hidden.pruned)

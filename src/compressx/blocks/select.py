@@ -28,7 +28,7 @@ from compressx.runtime.finite import refuse_damage
 from compressx.runtime.ranks import ALONE, Ranks
 from compressx.runtime.timing import synchronize
 
-Built: TypeAlias = Mapping[PlannedRule, tuple[AnyPruner, AnyPruner | None]]
+Built: TypeAlias = Mapping[PlannedRule, tuple[AnyPruner, ...]]
 """The pruners of each rule: the selecting one, and the reconstructing one if there is one."""
 
 ByRule: TypeAlias = Mapping[PlannedRule, Mapping[str, RulePattern]]
@@ -76,8 +76,8 @@ def gather(
     refuse_damage(block.module, block.fqn)
     wanted: Stats = {}
     for rule, names in by_rule.items():
-        asking = zip(_ROLES, (rule.pruner, rule.reconstructor), pruners[rule], strict=True)
-        both = [(role, spec.name, pruner) for role, spec, pruner in asking if spec is not None and pruner is not None]
+        asking = zip(_ROLES, rule.pruners, pruners[rule], strict=False)
+        both = [(role, spec.name, pruner) for role, (spec, _), pruner in asking]
         for name in names:
             wanted[name] = {}
             for role, plugin, pruner in both:
@@ -209,7 +209,7 @@ def _split(rule: PlannedRule, patterns: Mapping[str, RulePattern], stats: Stats)
 
 
 def decide(
-    rule: PlannedRule, built: tuple[AnyPruner, AnyPruner | None], block: Block, patterns: Mapping[str, RulePattern],
+    rule: PlannedRule, built: tuple[AnyPruner, ...], block: Block, patterns: Mapping[str, RulePattern],
     stats: Stats, kept: PreparedValues | None = None,
 ) -> Mapping[str, PruneResult]:  # fmt: skip
     """Ask a rule's selector, then its reconstructor if it has one, and check each answer.
@@ -219,13 +219,12 @@ def decide(
     """
     results: Mapping[str, PruneResult] = {}
     asked: Mapping[str, Pattern] = patterns
-    for role, spec, pruner in zip(_ROLES, (rule.pruner, rule.reconstructor), built, strict=True):
-        if spec is not None and pruner is not None:
-            observed = {n: stats[n][role] for n in asked if role in stats[n]}
-            mine = None if kept is None else kept.setdefault((rule, role), {})
-            answer = ask(spec.name, pruner, block, asked, observed, mine)
-            results = {name: _joined(results[name], new) for name, new in answer.items()} if results else answer
-            asked = {n: FixedMask(r.keep, patterns[n]) for n, r in results.items()}
+    for role, (spec, _), pruner in zip(_ROLES, rule.pruners, built, strict=False):
+        observed = {n: stats[n][role] for n in asked if role in stats[n]}
+        mine = None if kept is None else kept.setdefault((rule, role), {})
+        answer = ask(spec.name, pruner, block, asked, observed, mine)
+        results = {name: _joined(results[name], new) for name, new in answer.items()} if results else answer
+        asked = {n: FixedMask(r.keep, patterns[n]) for n, r in results.items()}
     return results
 
 

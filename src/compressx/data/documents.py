@@ -123,10 +123,8 @@ def _checked_message(given: Any, where: str) -> dict[str, Any]:
     needs_no_content = "content" not in message and not {"content", "value", *_INSTEAD_OF_CONTENT}.isdisjoint(given)
     for key in ("role",) if needs_no_content else ("role", "content"):
         if not isinstance(message.get(key), str):
-            raise CalibrationError(
-                f"{where} has no text in {key!r}, expected {{role, content}} or {{from, value}}; it has "
-                f"{one_line(', '.join(map(str, given))) or 'nothing'}"
-            )
+            has = one_line(", ".join(map(str, given))) or "nothing"
+            raise CalibrationError(f"{where} has no text in {key!r}, expected {{role, content}}; it has {has}")
         checked_text(message[key], f"{where}: {key!r}")
     return message
 
@@ -136,11 +134,8 @@ def checked_text(text: str, where: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        half = ascii(text[error.start])[1:-1]
-        raise CalibrationError(
-            f"{where}: character {error.start} is {half}, half of a surrogate pair, which is not text; remove it, or "
-            "write U+FFFD in its place"
-        ) from error
+        half = f"character {error.start} is {ascii(text[error.start])[1:-1]}, half of a surrogate pair"
+        raise CalibrationError(f"{where}: {half}; remove it") from error
     return text
 
 
@@ -156,19 +151,14 @@ def are_chats(documents: Sequence[Document], where: str = "") -> bool:
     """Return whether documents are chats; refuse chats together with text."""
     chats = [not isinstance(d, str) for d in documents]
     if any(chats) != all(chats):
-        raise CalibrationError(
-            f"{where}{sum(chats)} of {len(chats)} documents are chats and the others are text; put them in files of "
-            "their own and mix them with datasets"
-        )
+        raise CalibrationError(f"{where}{sum(chats)} of {len(chats)} documents are chats, the rest text; separate them")
     return any(chats)
 
 
 def require_template(tokenizer: Any) -> None:
     """Refuse a tokenizer without a chat template."""
     if not tokenizer.chat_template:
-        raise CalibrationError(
-            "the dataset holds chats, but the tokenizer has no chat template; use an instruct model, or text"
-        )
+        raise CalibrationError("the text is chats, but the tokenizer has no chat template; use an instruct model")
 
 
 def rendered(chats: Sequence[Document], tokenizer: Any) -> list[str]:
@@ -233,25 +223,22 @@ _OTHER_KINDS = {
 
 def matching_files(pattern: str, key: str) -> list[Path]:
     """Return the files that match a path or glob, sorted; `key` is the recipe's."""
-    expanded = Path(pattern).expanduser()
-    if expanded.is_file():  # before globbing: a file name may contain brackets
-        return _readable([expanded], key)
-    paths = sorted(Path(p) for p in glob.glob(str(expanded), recursive=True) if Path(p).is_file())  # noqa: PTH207 - ** and absolute patterns
+    expanded, message = Path(pattern).expanduser(), ""
+    paths = [expanded]  # before globbing: a file name may contain brackets
+    if not expanded.is_file():
+        paths = sorted(Path(p) for p in glob.glob(str(expanded), recursive=True) if Path(p).is_file())  # noqa: PTH207 - ** and absolute patterns
     if not paths and expanded.is_dir():
         inside = str(Path(pattern) / f"**/*.{_SUFFIXES[key]}")
-        raise CalibrationError(f"{key}: {pattern!r} is a folder; name the files in it, such as {inside!r}")
-    if not paths:
+        message = f"{pattern!r} is a folder; name the files in it, such as {inside!r}"
+    elif not paths:
         near = suggestion(expanded.name, [p.name for p in expanded.parent.glob("*")])
-        raise CalibrationError(f"{key}: no file matches {pattern!r}; {near}looked in {Path.cwd()}")
-    return _readable(paths, key)
-
-
-def _readable(paths: list[Path], key: str) -> list[Path]:
-    """Return files; refuse those of a kind that cannot be read."""
+        message = f"no file matches {pattern!r}; {near}looked in {Path.cwd()}"
     rows = {".jsonl": "holds rows of fields; write {json: FILE} for them"} if key == "text" else {}
     for path in paths:
-        if message := (_OTHER_KINDS | rows).get(suffix(path)):
-            raise CalibrationError(f"{key}: {path} {message}")
+        if why := (_OTHER_KINDS | rows).get(suffix(path)):
+            message = message or f"{path} {why}"
+    if message:
+        raise CalibrationError(f"{key}: {message}")
     return paths
 
 
@@ -266,10 +253,8 @@ def read_text(path: Path) -> str:
         with _opened(path) as file:
             text = _read_bounded(file.read, path, "use a part of it").decode("utf-8")
     except UnicodeDecodeError as error:
-        raise CalibrationError(
-            f"{path}: not UTF-8 at byte {error.start} ({error.object[error.start]:#04x}, {error.reason}); convert it, "
-            "for example with iconv -t utf-8"
-        ) from error
+        told = f"{path}: not UTF-8 at byte {error.start} ({error.reason}); convert it, for example with iconv -t utf-8"
+        raise CalibrationError(told) from error
     return text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
 
 
@@ -325,9 +310,7 @@ def _json(text: bytes, path: Path, line: int) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError) as error:  # also a number of thousands of digits, and a thousand brackets
         where = f"{path}:{line + getattr(error, 'lineno', 1) - 1}"
-        raise CalibrationError(
-            f"{where}: not JSON ({error}); expected one object per line, or one array of objects"
-        ) from error
+        raise CalibrationError(f"{where}: not JSON ({error}); expected one object per line, or one array") from error
 
 
 Purpose: TypeAlias = Literal["calibration", "evaluation"]
@@ -363,11 +346,8 @@ _C4_DOCUMENTS: Mapping[Purpose, int] = {"calibration": 8192, "evaluation": 1100}
 def documents(source: DatasetSource, purpose: Purpose) -> list[Document]:
     """Read the documents of a dataset: files of text, rows of JSON or of a hub dataset, or topics of `python-docs`.
 
-    The purpose selects the split, or the topics.
-
-    Returns:
-        The documents in a fixed order, all of them text or all of them chats. Some may be empty, such as the blank
-        rows of WikiText.
+    The purpose selects the split, or the topics. The order is fixed; all are text or all are chats. Some may be empty,
+    such as the blank rows of WikiText.
     """
     _check_keys(source)
     found: Iterable[Document | None]
@@ -404,11 +384,7 @@ def texts(source: DatasetSource, purpose: Purpose) -> list[str]:
 
 
 def check_dataset(source: DatasetSource) -> bool:
-    """Check a dataset by the first row of its files at most, without accessing the hub.
-
-    Returns:
-        Whether it holds chats, as far as its files show.
-    """
+    """Check a dataset by the first row of its files at most; return whether it holds chats, as far as that shows."""
     if (paths := local_files(source)) and not any(path.stat().st_size for path in paths):
         raise CalibrationError(f"{(source.text or source.json_path)!r} has no text: all {len(paths)} files are empty")
     if source.name is not None:
@@ -435,33 +411,33 @@ def _of_rows(pattern: str, wanted: str | None) -> Iterator[Document | None]:
 
 
 def _check_name(name: str) -> None:
-    short = [*_SHORT_NAMES, "python-docs"]
-    path = Path(name).expanduser()
+    path, short, message = Path(name).expanduser(), [*_SHORT_NAMES, "python-docs"], ""
     if name in short or (name and path.is_dir()):
         return
     if path.is_file() or name.startswith((".", "/", "~")) or suffix(path) in (".txt", ".json", ".jsonl"):
         what = "file" if path.is_file() else "path"
         key = "json" if suffix(path) in (".json", ".jsonl") else "text"
         advice = _PARQUET if suffix(path) == ".parquet" else f"write {{{key}: {name}}}"
-        raise CalibrationError(f"dataset {name!r} is a {what}, not the name of a dataset; {advice}")
-    if not _HUB_ID.fullmatch(name):  # which all datasets have, the old ones too: stanfordnlp/imdb
-        raise CalibrationError(
-            f"no dataset {name!r}; {did_you_mean(name, short)}, OWNER/NAME on the hub, {{text: PATH}} or {{json: PATH}}"
-        )
+        message = f"dataset {name!r} is a {what}, not the name of a dataset; {advice}"
+    elif not _HUB_ID.fullmatch(name):  # which all datasets have, the old ones too: stanfordnlp/imdb
+        near = did_you_mean(name, short)
+        message = f"no dataset {name!r}; {near}, OWNER/NAME on the hub, {{text: PATH}} or {{json: PATH}}"
+    if message:
+        raise CalibrationError(message)
 
 
 def _check_keys(source: DatasetSource) -> None:
     """Refuse keys that a dataset with a short name, or a saved one, does not have."""
-    name, why = source.name or "", ""
+    why = ""
     keys: tuple[str, ...] = ("config", "split", "revision")
-    if name == "python-docs":
-        keys, why = (*keys, "field"), "it comes with Python"
-    elif name == "c4":
-        keys, why = ("config",), "for another one use {name: allenai/c4}"
-    elif _is_saved_dataset(name):
+    if source.name == "python-docs":
+        why, keys = "it comes with Python", (*keys, "field")
+    elif source.name == "c4":
+        why, keys = "for another one use {name: allenai/c4}", ("config",)
+    elif _is_saved_dataset(source.name or ""):
         why = "it is one split, as save_to_disk wrote it"
     if why and (given := [key for key in keys if getattr(source, key) is not None]):
-        raise CalibrationError(f"dataset {name!r} takes no {', '.join(given)}: {why}")
+        raise CalibrationError(f"dataset {source.name!r} takes no {', '.join(given)}: {why}")
 
 
 def _is_saved_dataset(name: str) -> bool:
@@ -514,13 +490,11 @@ def _hub_rows(source: DatasetSource, purpose: Purpose) -> list[Document | None]:
     except CalibrationError:
         raise
     except Exception as error:  # datasets lets any exception of its hub client, file systems and parsers through
+        kind = UnreachableError if unreachable else CalibrationError
+        why = f"could not be fetched ({_reason(error)}); check its name, config and split, or the connection"
         if unreachable:
-            message = f"{where} is not in the cache, and the hub cannot be reached ({unreachable}); {_OFFLINE}"
-            raise UnreachableError(message) from error
-        message = (
-            f"{where} could not be fetched ({_reason(error)}); check its name, config and split, or the connection"
-        )
-        raise CalibrationError(message) from error
+            why = f"is not in the cache, and the hub cannot be reached ({unreachable}); {_OFFLINE}"
+        raise kind(f"{where} {why}") from error
 
 
 @contextmanager

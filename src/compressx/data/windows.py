@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from compressx.data.documents import Document, are_chats, documents, rendered
-from compressx.recipe.sources import Bos, DatasetSource, Draw, Generate
+from compressx.recipe.sources import Bos, Draw, Generate
 from compressx.runtime.errors import CalibrationError
 
 Generated: TypeAlias = Callable[[Generate, int], Tensor]
@@ -23,13 +23,10 @@ Generated: TypeAlias = Callable[[Generate, int], Tensor]
 
 
 def token_ids(documents: Sequence[Document], tokenizer: Any) -> Tensor:
-    """Join documents and tokenize them once.
+    """Join documents and tokenize them once, int64 [tokens].
 
     Text is joined by blank lines and gets the tokenizer's own special tokens. Chats follow one another as the chat
     template writes them, special tokens included.
-
-    Returns:
-        int64 [tokens].
     """
     if are_chats(documents):
         ids = _encoded("".join(rendered(documents, tokenizer)), tokenizer, special=False)
@@ -77,34 +74,25 @@ def beginning(tokenizer: Any, bos: Bos, model: Any | None = None) -> int | None:
 
 
 def read_calibration(draw: Draw, tokenizer: Any, generated: Generated | None = None, model: Any = None) -> Tensor:
-    """Read the calibration split of each source and draw its share of sequences.
+    """Read the calibration split of each source and draw its share of sequences, int64 [samples, sequence_length].
 
     Windows of several sources are shuffled together, so that every batch and whatever is held out has some of each.
     `generated` returns the model's own text, and `bos: auto` asks for the model.
-
-    Returns:
-        int64 [samples, sequence_length].
     """
-    many = len(draw.sources) > 1
-    drawn = []
-    for i, ((source, _), share) in enumerate(zip(draw.sources, draw.shares(), strict=True)):
+    many, drawn = len(draw.sources) > 1, []
+    for i, ((source, _), share) in enumerate(zip(draw.sources, draw.shares, strict=True)):
         try:
-            drawn.append(_drawn(source, share, draw, tokenizer, generated, model))
+            if source.generate is None:
+                part = sequences_of(documents(source, "calibration"), share, draw, tokenizer, model)
+            else:
+                assert generated is not None  # noqa: S101 - who has such a recipe passes it
+                part = generated(source.generate, draw.sequence_length)
+                part = part[_order(len(part), draw.seed)[:share]]
         except CalibrationError as error:
             raise type(error)(f"datasets[{i}]: {error}" if many else str(error)) from error
+        drawn.append(part)
     windows = torch.cat(drawn)
     return windows[_order(len(windows), draw.seed)] if many else windows
-
-
-def _drawn(
-    source: DatasetSource, samples: int, draw: Draw, tokenizer: Any, generated: Generated | None, model: Any
-) -> Tensor:
-    if source.generate is not None:
-        if generated is None:
-            raise ValueError("no model to generate text with")
-        sequences = generated(source.generate, draw.sequence_length)
-        return sequences[_order(len(sequences), draw.seed)[:samples]]
-    return sequences_of(documents(source, "calibration"), samples, draw, tokenizer, model)
 
 
 def sequences_of(documents: Sequence[Document], samples: int, draw: Draw, tokenizer: Any, model: Any = None) -> Tensor:

@@ -65,7 +65,7 @@ def with_evaluators(loaded: LoadedRecipe, plugins: Plugins) -> LoadedRecipe:
     """
     if loaded.recipe.evaluate is None:
         return loaded
-    return replace(loaded, recipe=loaded.recipe.model_copy(update={"evaluate": options_of(loaded.source, plugins)}))
+    return replace(loaded, recipe=loaded.recipe.model_copy(update={"evaluate": options_of(loaded, plugins)}))
 
 
 def _built(spec: EvaluatorSpec, options: BaseModel) -> Evaluator:

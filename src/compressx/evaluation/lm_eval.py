@@ -30,7 +30,7 @@ from compressx.models.generate import check_ids
 from compressx.prompts.selection import ReadySelector
 from compressx.prompts.templates import around_text
 from compressx.recipe.sources import DatasetField
-from compressx.recipe.validation import Strict, conflict
+from compressx.recipe.validation import Strict, refuse_if
 from compressx.runtime.cache import cached
 from compressx.runtime.errors import CalibrationError, RecipeError, one_line
 from compressx.runtime.quiet import quiet_libraries
@@ -99,17 +99,16 @@ class LmEval(Strict):
     @model_validator(mode="after")
     def _refuse_names_taken_and_keys_without_effect(self) -> LmEval:
         names = [task if isinstance(task, str) else task.name for task in self.tasks]
-        if taken := [name for name in names if names.count(name) > 1 or name in FIGURES]:
-            raise conflict(
-                f"a task cannot be named {taken[0]!r}, as another task or a metric is; choose another name", ["tasks"]
-            )
-        own = [task.name for task in self.tasks if isinstance(task, RollingTask)]
-        if own and (given := [n for n in ("num_fewshot", "apply_chat_template") if getattr(self, n)]):
-            raise conflict(
-                f"{' and '.join(given)} cannot apply to the task {own[0]!r}, which is a dataset: its documents are "
-                "scored as they are, without questions; remove the key, or measure the dataset by token_perplexity",
-                given,
-            )
+        taken = next((name for name in names if names.count(name) > 1 or name in FIGURES), None)
+        told = f"a task cannot be named {taken!r}, as another task or a metric is; choose another name"
+        refuse_if(taken is not None, told, "tasks")
+        own = next((task.name for task in self.tasks if isinstance(task, RollingTask)), None)
+        given = [n for n in ("num_fewshot", "apply_chat_template") if getattr(self, n)]
+        told = (
+            f"{' and '.join(given)} cannot apply to the task {own!r}, which is a dataset: its documents are scored as "
+            "they are, without questions; remove the key, or measure the dataset by token_perplexity"
+        )
+        refuse_if(own is not None and given, told, *given)
         return self
 
 

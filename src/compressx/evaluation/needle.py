@@ -23,7 +23,7 @@ from compressx.prompts.needles import MEASURING, NeedlePrompt, needle_prompt
 from compressx.prompts.selection import ReadySelector
 from compressx.prompts.templates import text_ids
 from compressx.recipe.sources import DatasetField
-from compressx.recipe.validation import Strict, conflict
+from compressx.recipe.validation import Strict, refuse_if
 
 ANSWER_TOKENS = 16
 """Tokens of an answer, at most."""
@@ -39,8 +39,8 @@ class NeedleGrid(Strict):
 
     @model_validator(mode="after")
     def _different_lengths(self) -> NeedleGrid:
-        if len({*self.lengths}) < len(self.lengths) or min(self.lengths) < 64:
-            raise conflict(f"lengths are {self.lengths}; expected different ones, of 64 or more", ["lengths"])
+        wrong = len({*self.lengths}) < len(self.lengths) or min(self.lengths) < 64
+        refuse_if(wrong, f"lengths are {self.lengths}; expected different ones, of 64 or more", "lengths")
         return self
 
 

@@ -32,7 +32,7 @@ from compressx.models.streaming import open_model
 from compressx.plugins.kinds import EVALUATOR, EXPORTER
 from compressx.plugins.manager import Plugins
 from compressx.prompts.selection import SelectorSettings
-from compressx.recipe.document import from_python, override, steps_of
+from compressx.recipe.document import PlacedValue, from_python, override, steps_of
 from compressx.recipe.schema import load_recipe
 from compressx.recipe.sections import SelectTokens
 from compressx.recipe.sources import ModelField, ModelSource, datasets_in
@@ -87,7 +87,7 @@ def evaluate_section(
             raise RecipeError(f"--set {one_line(key):.80}: eval does not read it; {told}, and measures MODEL")
     if recipe is not None:
         loaded = load_recipe(recipe, overrides)
-        document = loaded.source
+        document: PlacedValue = loaded
         selecting = loaded.recipe.select_tokens
         if loaded.recipe.evaluate is None:
             raise RecipeError(f"{recipe}: no evaluate section; add one, or omit --recipe")

@@ -25,7 +25,7 @@ class EvaluateDense(Stage):
     def check(self, state: RunState, plan: Plan | None, mistakes: Mistakes) -> None:  # noqa: ARG002 - of the model
         """Let the evaluators refuse what they cannot measure."""
         settings = state.recipe.evaluate or {}
-        check_evaluators(settings, state.plugins, state.skeleton, state.tokenizer, mistakes, state.loaded.source)
+        check_evaluators(settings, state.plugins, state.skeleton, state.tokenizer, mistakes, state.loaded)
 
     def run(self, state: RunState) -> None:
         """Measure."""

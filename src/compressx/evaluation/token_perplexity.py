@@ -25,7 +25,7 @@ from compressx.models.architecture import text_config
 from compressx.models.blockwise import evaluation_mode
 from compressx.models.generate import check_ids
 from compressx.recipe.sources import Bos, DatasetField, DatasetSource
-from compressx.recipe.validation import Strict, conflict
+from compressx.recipe.validation import Strict, exactly_one, refuse_if
 from compressx.runtime.errors import CalibrationError, RecipeError
 
 FIGURES = ("token_perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte", "needle", "sample")
@@ -57,13 +57,9 @@ class TokenPerplexity(Strict):
 
     @model_validator(mode="after")
     def _one_or_several(self) -> TokenPerplexity:
-        if (self.dataset is None) == (self.datasets is None):
-            given = "both" if self.dataset else "neither"
-            raise conflict(
-                f"expected either dataset or datasets, got {given}; datasets measures each text by itself", []
-            )
-        if taken := sorted({"", *FIGURES} & {*(self.datasets or ())}):
-            raise conflict(f"a text cannot be named {taken[0]!r}; choose another name", ["datasets"])
+        exactly_one(dict(self), "dataset", "datasets")
+        taken = next((name for name in self.datasets or () if name in ("", *FIGURES)), None)
+        refuse_if(taken is not None, f"a text cannot be named {taken!r}; choose another name", "datasets")
         return self
 
     @property

@@ -107,7 +107,7 @@ def read_all(state: RunState, generated: Generated, *, evaluated: bool = True) -
     with mistakes.collected(UnreachableError), loaded.at("calibration"):
         text = recipe.calibration
         if state.calibration is None and text is not None and state.plan.needs_calibration:
-            state.calibration = read_calibration(text.draw, tokenizer, generated, model)
+            state.calibration = read_calibration(text, tokenizer, generated, model)
         if state.calibration is not None:
             check_ids(model, state.calibration, tokenizer, "the text")
     tuning = recipe.finetune
@@ -177,7 +177,7 @@ def choose_arithmetic(state: RunState) -> None:
 def _inputs(state: RunState) -> dict[str, Any]:
     """Return everything that determines the pruned blocks, by names that appear in error messages."""
     plan, access, sequences = state.plan, state.access, state.calibration
-    used = {spec.name for rule in plan.rules for spec in (rule.pruner, rule.reconstructor) if spec is not None}
+    used = {spec.name for rule in plan.rules for spec, _ in rule.pruners}
     recipe = state.recipe.model_dump(mode="json", exclude_none=True)
     plugins = [p for p in state.plugins.records if p.status == "loaded" and used & {*p.offers["pruners"]}]
     return {
@@ -204,7 +204,7 @@ def _draw_mistakes(loaded: LoadedRecipe) -> Iterator[RecipeError]:
     """Yield an error for each dataset without a sequence, and for fewer generated ones than are drawn from them."""
     for name, draw in loaded.recipe.draws().items():
         places = [place for place in loaded.recipe.datasets() if place[0] == name]
-        for place, (source, weight), share in zip(places, draw.sources, draw.shares(), strict=True):
+        for place, (source, weight), share in zip(places, draw.sources, draw.shares, strict=True):
             if share == 0:
                 yield RecipeError(
                     f"{loaded.where(*place)}: weight {weight:g} gives this dataset 0 of {draw.samples} sequences; "

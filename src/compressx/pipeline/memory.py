@@ -7,7 +7,7 @@ import logging
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -166,7 +166,7 @@ def _decided(calibration: Tensor | Sequence[Document] | None) -> Mapping[str, An
             "or a list of documents"
         )
     sequences, length = calibration.shape
-    drawn = {field.name: field.default for field in fields(Draw) if field.name != "sources"}
+    drawn = Draw().model_dump(exclude={"dataset", "datasets"})
     return {"dataset": "given/text", **drawn, "samples": sequences, "sequence_length": length, "bos": False}
 
 
@@ -178,7 +178,7 @@ def _take_text(state: RunState, calibration: Tensor | Sequence[Document] | None)
         state.calibration = sequences
     elif calibration is not None and settings is not None:
         documents = checked_documents(calibration, "calibration")
-        state.calibration = sequences_of(documents, settings.samples, settings.draw, state.tokenizer, state.skeleton)
+        state.calibration = sequences_of(documents, settings.samples, settings, state.tokenizer, state.skeleton)
 
 
 def _check_model(model: Any) -> None:

@@ -55,7 +55,7 @@ def memory_bytes(state: RunState) -> dict[str, int]:
     statistics: dict[object, int] = {}
     with torch.device("meta"):
         for rule, built in plan.build().items():
-            for name, pruner in product(plan.decided_in(largest).get(rule, ()), [x for x in built if x is not None]):
+            for name, pruner in product(plan.decided_in(largest).get(rule, ()), built):
                 linear, statistic = block.linears[name], statistic_of(rule.label, pruner, block, name)
                 held = () if statistic is None else vars(statistic).values()
                 # Linears of one width mostly share their input, such as queries, keys and values.

@@ -10,30 +10,25 @@ from dataclasses import replace
 from functools import partial
 
 import torch
+from pydantic import BaseModel
 
 from compressx.api.patterns import NM, RulePattern, Structured, Units, Unstructured, count_dropped
 from compressx.api.pruner import Block, PrunerSpec, statistic_of
 from compressx.models.architecture import Architecture, architecture_of, text_config
 from compressx.models.blockwise import check_calls
 from compressx.planning.plan import Plan, PlannedLinear, PlannedRule
-from compressx.planning.structured import check_count, check_taken, find_depth, multiple_of, units_of_rules
+from compressx.planning.structured import check_count, check_taken, check_units, find_depth, multiple_of, units_of_rules
 from compressx.planning.targets import Assigned, match_targets, targeted_by
 from compressx.plugins.kinds import PRUNER
 from compressx.plugins.manager import Plugins
+from compressx.recipe.rules import Reconstruction
 from compressx.recipe.schema import LoadedRecipe
 from compressx.recipe.validation import validate_options
 from compressx.runtime.errors import CompressxError, Mistakes, UnsupportedModelError, blamed_on, did_you_mean
 
 
 def make_plan(loaded: LoadedRecipe, plugins: Plugins, skeleton: torch.nn.Module) -> Plan:
-    """Plan what happens to every linear. Only shapes of the model are read: it may be on the meta device.
-
-    Raises:
-        CompressxError: several of the following, a line for each.
-        RecipeError: a rule that is invalid, matches nothing or is shadowed, with file, line and column.
-        PluginError: a pruner that does not exist or could not be imported.
-        UnsupportedModelError: the model is not supported, or not by a pruner.
-    """
+    """Plan what happens to every linear. Only shapes of the model are read: it may be on the meta device."""
     architecture = architecture_of(skeleton)
     mistakes = Mistakes()
     rules = tuple(check_rules(loaded, plugins, architecture, mistakes))
@@ -49,7 +44,7 @@ def make_plan(loaded: LoadedRecipe, plugins: Plugins, skeleton: torch.nn.Module)
     mistakes.raise_all()
     if depth is not None:
         units[depth.rule.index] = dict.fromkeys(depth.pattern.units.owners, depth.pattern.units)
-    patterns = _patterns(loaded, [rule.pruner for rule in rules], taken, units)
+    patterns = _patterns(loaded, [rule.pruners[0][0] for rule in rules], taken, units)
     all_linears = {**architecture.linears, **architecture.outside}
     linears = tuple(
         PlannedLinear(
@@ -66,7 +61,7 @@ def make_plan(loaded: LoadedRecipe, plugins: Plugins, skeleton: torch.nn.Module)
     matrices, unprunable = _matrices(architecture, skeleton)
     plan = Plan(
         linears, _skipped(architecture, assigned), rules, needs_calibration=False,
-        allocation=loaded.recipe.allocation, reconstruct_block=loaded.recipe.reconstruct_block, depth=depth,
+        allocation=loaded.recipe.allocation, block_training=loaded.recipe.reconstruct_block, depth=depth,
         unprunable=unprunable / max(1, matrices), matrices=matrices,
     )  # fmt: skip
     if plan.depth is not None:
@@ -75,12 +70,11 @@ def make_plan(loaded: LoadedRecipe, plugins: Plugins, skeleton: torch.nn.Module)
     observing = _check_blocks(loaded, plan, architecture, skeleton, assigned.ignored, mistakes)
     needed = bool(observing) or bool(plan.sensitive) or plan.depth is not None
     _check_text(loaded, skeleton, mistakes, needed=needed)
-    measures = plan.allocation is not None
-    plan = replace(plan, needs_calibration=needed or measures or plan.reconstruct_block is not None)
-    if plan.needs_calibration:
-        with mistakes.collected(), loaded.at("model"):
-            plan = _without_uncalled(plan, skeleton, architecture, observing)
+    plan = replace(plan, needs_calibration=needed or plan.allocation is not None or plan.block_training is not None)
     mistakes.raise_all()
+    if plan.needs_calibration:
+        with loaded.at("model"):
+            plan = _without_uncalled(plan, skeleton, architecture, observing)
     return plan
 
 
@@ -127,16 +121,15 @@ def check_rules(
 ) -> list[PlannedRule]:
     """Check each rule by itself: its pruners, their options and, if `found` is given, its targets.
 
-    Returns:
-        The rules without a mistake in pruners and options.
+    Returns the rules without a mistake in pruners and options.
     """
     planned = []
     for index, rule in enumerate(loaded.recipe.prune):
         with mistakes.collected():
             planned.append(_plan_rule(loaded, plugins, index))
+        if found is None:
+            continue
         for position, target in enumerate(rule.targets):
-            if found is None:
-                break
             with mistakes.collected():
                 targeted_by(loaded, ("prune", index, "targets", position), target, found)
     return planned
@@ -148,23 +141,28 @@ def _plan_rule(loaded: LoadedRecipe, plugins: Plugins, index: int) -> PlannedRul
         spec = plugins.find(PRUNER, rule.pruner)
     if isinstance(rule.pattern, str) and rule.pattern not in spec.units:
         message = f"{spec.name} does not prune {rule.pattern}; it prunes {', '.join(spec.units) or 'no units'}"
-        loaded.refuse(f"{message}; pruners that do: {pruners_of(rule.pattern, plugins)}", "prune", index, "pattern")
+        able = _pruners_that(plugins, lambda spec: rule.pattern in spec.units)
+        loaded.refuse(f"{message}; pruners that do: {able}", "prune", index, "pattern")
     options = validate_options(spec.options, rule.options, partial(loaded.where, "prune", index, "options"))
-    reconstructor = reconstructor_options = None
-    if rule.reconstruct is not None:
-        here = ("prune", index, "reconstruct")
-        with loaded.at(*here):
-            reconstructor = plugins.find(PRUNER, rule.reconstruct.pruner)
-        if not reconstructor.reconstructs:
-            others = _pruners_that(plugins, lambda spec: spec.reconstructs)
-            loaded.refuse(f"{reconstructor.name} only selects; pruners that reconstruct: {others}", *here)
-        where = partial(loaded.where, *here, "options")
-        reconstructor_options = validate_options(reconstructor.options, rule.reconstruct.options, where)
-        for name in reconstructor.selecting_options:
-            if getattr(reconstructor_options, name) != reconstructor.options.model_fields[name].default:
-                message = f"{name} changes how {reconstructor.name} selects weights, and has no effect here"
-                loaded.refuse(f"{message}; leave it out", *here, "options", name)
-    return PlannedRule(index, spec, options, reconstructor, reconstructor_options)
+    reconstructor = () if rule.reconstruct is None else (_reconstructor(loaded, plugins, index, rule.reconstruct),)
+    return PlannedRule(index, ((spec, options), *reconstructor))
+
+
+def _reconstructor(
+    loaded: LoadedRecipe, plugins: Plugins, index: int, asked: Reconstruction
+) -> tuple[PrunerSpec, BaseModel]:
+    here = ("prune", index, "reconstruct")
+    with loaded.at(*here):
+        spec = plugins.find(PRUNER, asked.pruner)
+    if not spec.reconstructs:
+        others = _pruners_that(plugins, lambda spec: spec.reconstructs)
+        loaded.refuse(f"{spec.name} only selects; pruners that reconstruct: {others}", *here)
+    options = validate_options(spec.options, asked.options, partial(loaded.where, *here, "options"))
+    for name in spec.selecting_options:
+        if getattr(options, name) != spec.options.model_fields[name].default:
+            message = f"{name} changes how {spec.name} selects weights, and has no effect here; leave it out"
+            loaded.refuse(message, *here, "options", name)
+    return spec, options
 
 
 def _patterns(
@@ -203,11 +201,6 @@ def _pattern_of(loaded: LoadedRecipe, index: int, spec: PrunerSpec) -> Unstructu
     return Unstructured(rule.sparsity or 0.0, group)
 
 
-def pruners_of(unit: str, plugins: Plugins) -> str:
-    """Name the pruners of a kind of units."""
-    return _pruners_that(plugins, lambda spec: unit in spec.units)
-
-
 def _pruners_that(plugins: Plugins, support: Callable[[PrunerSpec], bool]) -> str:
     return ", ".join(sorted(spec.name for spec in plugins.offers["pruners"].values() if support(spec))) or "none"
 
@@ -225,19 +218,16 @@ def _check_fits(loaded: LoadedRecipe, linear: PlannedLinear, linears: Sequence[P
     if isinstance(pattern, Structured):
         if pattern.unit != "blocks":  # `find_depth` checks those, even if other rules take all their linears
             with loaded.at(*place):
-                check_count(pattern)
+                check_units(pattern)
         return
     competing, what = (columns, "each row") if pattern.group == "row" else (rows * columns, "all rows")
     if pattern.group == "joint":
         joint = [x for x in linears if (x.rule, x.block) == (linear.rule, linear.block)]
         competing, what = sum(x.weights for x in joint), "the joint group"
-    dropped, weights = count_dropped(pattern.sparsity, competing), f"{competing} weights in {what} of {linear.name}"
-    if not allocated and pattern.sparsity > 0 and dropped == 0:
-        message = f"drops none of the {weights}; at least {1 / competing:.6g} drops one, and 0 leaves it dense"
-        loaded.refuse(f"sparsity {pattern.sparsity:g} {message}", *place)
-    if not loaded.recipe.of_difference and dropped == competing:
-        message = f"keeps none of the {weights}; at most {(competing - 1) / competing:.6g} keeps one"
-        loaded.refuse(f"sparsity {pattern.sparsity:g} {message}", *place)
+    dropped = count_dropped(pattern.sparsity, competing)
+    if (dropped or not allocated) and (dropped < competing or not loaded.recipe.of_difference):
+        with loaded.at(*place):
+            check_count(pattern.sparsity, dropped, competing, f"{competing} weights in {what} of {linear.name}")
 
 
 def _check_text(loaded: LoadedRecipe, skeleton: torch.nn.Module, mistakes: Mistakes, *, needed: bool) -> None:
@@ -284,12 +274,10 @@ def _check_blocks(
 
 
 def _check_block(loaded: LoadedRecipe, rule: PlannedRule, block: Block, patterns: Mapping[str, RulePattern]) -> None:
-    named = (("pruner", rule.pruner, rule.options), ("reconstruct", rule.reconstructor, rule.reconstructor_options))
-    for key, spec, options in named:
-        if spec is not None and spec.check is not None:
-            place = ("prune", rule.index) if key == "pruner" else ("prune", rule.index, key)
+    for place, (spec, options) in zip(((), ("reconstruct",)), rule.pruners, strict=False):
+        if spec.check is not None:
             where = block.fqn or "the model"
-            with loaded.at(*place), blamed_on(f"check of pruner {spec.name!r} failed on {where}"):
+            with loaded.at("prune", rule.index, *place), blamed_on(f"check of pruner {spec.name!r} failed on {where}"):
                 spec.check(block, patterns, options)
 
 
@@ -309,10 +297,8 @@ def _advice_on_blocks(loaded: LoadedRecipe, plan: Plan, rule: PlannedRule, block
 
 def _observes(rule: PlannedRule, block: Block, names: Iterable[str]) -> bool:
     with torch.device("meta"):  # the statistics are not filled here and should take no memory
-        pruners = zip((rule.pruner, rule.reconstructor), rule.build(), strict=True)
         return any(
             statistic_of(spec.name, pruner, block, n) is not None
-            for spec, pruner in pruners
-            if spec is not None and pruner is not None
+            for (spec, _), pruner in zip(rule.pruners, rule.build(), strict=True)
             for n in names
         )

@@ -20,57 +20,43 @@ from compressx.runtime.errors import PluginError, blamed_on
 
 @dataclass(frozen=True, eq=False)
 class PlannedRule:
-    """A recipe's rule with its pruners found and its options validated.
+    """A recipe's rule with its pruners found and their options validated.
 
     Attributes:
         index: position in the recipe's `prune`.
-        pruner: selects.
-        options: validated by the pruner's own model.
-        reconstructor: gives the kept weights new values, or None.
-        reconstructor_options: validated likewise.
+        pruners: each with its options: the one that selects; after it, if there is one, the reconstructor, which gives
+            the kept weights new values.
     """
 
     index: int
-    pruner: PrunerSpec
-    options: BaseModel
-    reconstructor: PrunerSpec | None
-    reconstructor_options: BaseModel | None
+    pruners: tuple[tuple[PrunerSpec, BaseModel], ...]
 
     @cached_property
     def separable(self) -> bool:
         """Whether its pruners decide each linear apart."""
-        return all(spec.separable for spec in self._specs)
+        return all(spec.separable for spec, _ in self.pruners)
 
     @cached_property
     def label(self) -> str:
         """The pruner's name, and after a `+` the reconstructor's."""
-        return "+".join(spec.name for spec in self._specs)
+        return "+".join(spec.name for spec, _ in self.pruners)
 
     @property
     def reads_sensitivities(self) -> bool:
         """Whether one of its pruners reads `Block.sensitivities`."""
-        return any(spec.reads_sensitivities for spec in self._specs)
+        return any(spec.reads_sensitivities for spec, _ in self.pruners)
 
-    @cached_property
-    def _specs(self) -> list[PrunerSpec]:
-        return [spec for spec in (self.pruner, self.reconstructor) if spec is not None]
-
-    def build(self) -> tuple[AnyPruner, AnyPruner | None]:
-        """Make the selecting pruner and the reconstructing one.
-
-        Raises:
-            PluginError: one that cannot be built, or lacks a method of `compressx.Pruner`.
-        """
-        selector = _built(self.pruner, self.options, Pruner)
-        return selector, _built(self.reconstructor, self.reconstructor_options, Pruner) if self.reconstructor else None
+    def build(self) -> tuple[AnyPruner, ...]:
+        """Make the selecting pruner and, if there is one, the reconstructing one."""
+        return tuple(_built(spec, options, Pruner) for spec, options in self.pruners)
 
     def build_depth(self) -> DepthSearch:
-        """Make the selecting pruner of a rule that prunes whole blocks; errors are those of `build`."""
-        pruner: DepthSearch = _built(self.pruner, self.options, DepthSearch)
+        """Make the selecting pruner of a rule that prunes whole blocks."""
+        pruner: DepthSearch = _built(*self.pruners[0], DepthSearch)
         return pruner
 
 
-def _built(spec: PrunerSpec, options: BaseModel | None, protocol: type) -> Any:
+def _built(spec: PrunerSpec, options: BaseModel, protocol: type) -> Any:
     """Build a pruner, and refuse one that would only fail when it is asked, after all calibration."""
     with blamed_on(f"pruner {spec.name!r} could not be built"):
         pruner = spec.build(options)
@@ -161,7 +147,7 @@ class Plan:
         needs_calibration: whether calibration text is read.
         allocation: how sparsities are chosen, once there are weights if that needs measuring; each linear's pattern is
             what is nearest to the target until then. None when the patterns are final.
-        reconstruct_block: how the kept weights of each block are trained; None when they are not.
+        block_training: how the kept weights of each block are trained; None when they are not.
         depth: which blocks may be removed; None when no rule drops blocks.
         unprunable: fraction of the blocks' weights that are in no linear, such as experts in an unknown layout.
         matrices: number of weights in the blocks' matrices, linears or not.
@@ -172,7 +158,7 @@ class Plan:
     rules: tuple[PlannedRule, ...]
     needs_calibration: bool
     allocation: Allocation | None = None
-    reconstruct_block: ReconstructBlock | None = None
+    block_training: ReconstructBlock | None = None
     depth: PlannedDepth | None = None
     unprunable: float = 0.0
     matrices: int = 0
@@ -189,7 +175,7 @@ class Plan:
         """Return what `in_block` does without the rule that drops whole blocks, whose pruner decides no linear."""
         return {r: patterns for r, patterns in self.in_block(fqn).items() if self.depth is None or r != self.depth.rule}
 
-    def build(self) -> dict[PlannedRule, tuple[AnyPruner, AnyPruner | None]]:
+    def build(self) -> dict[PlannedRule, tuple[AnyPruner, ...]]:
         """Make the pruners of the rules whose linears they decide."""
         return {r: r.build() for r in self.rules if self.depth is None or r != self.depth.rule}
 
@@ -206,7 +192,7 @@ class Plan:
     @property
     def hidden_copies(self) -> int:
         """How many hidden states of each token are held between blocks: pruned ones, and dense ones to train with."""
-        return 1 if self.reconstruct_block is None else 2
+        return 1 if self.block_training is None else 2
 
     @property
     def sensitive(self) -> set[str]:
@@ -238,7 +224,7 @@ class Plan:
             replace(x, rule=depth.rule, pattern=depth.pattern) if x.block in depth.dropped else x for x in self.linears
         )
         # Where nothing else is decided, no hidden states are needed any more.
-        asked = self.reconstruct_block is not None or any(x.rule != depth.rule for x in linears)
+        asked = self.block_training is not None or any(x.rule != depth.rule for x in linears)
         return replace(self, linears=linears, depth=depth, needs_calibration=self.needs_calibration and asked)
 
     @property

@@ -27,11 +27,7 @@ GPUs multiply other widths more slowly, too.
 def units_of_rules(
     loaded: LoadedRecipe, found: Architecture, skeleton: Any, mistakes: Mistakes
 ) -> dict[int, dict[str, Units]]:
-    """Find the units that rules with a pattern of units can take; whole blocks are not in blocks: see `find_depth`.
-
-    Returns:
-        By index of the rule, each linear's units, by its name.
-    """
+    """Find each linear's units, by index of the rule and by name; for whole blocks see `find_depth`."""
     units: dict[int, dict[str, Units]] = {}
     for index, rule in enumerate(loaded.recipe.prune):
         if isinstance(rule.pattern, str) and rule.pattern != "blocks":
@@ -116,16 +112,21 @@ def multiple_of(loaded: LoadedRecipe, index: int, units: Units) -> int:
     return asked
 
 
-def check_count(pattern: Structured) -> None:
-    """Refuse a sparsity that drops no unit, or all."""
-    units, count, step = pattern.units, pattern.units.count, pattern.multiple
+def check_count(sparsity: float, dropped: int, count: int, what: str, step: int = 1) -> None:
+    """Refuse a sparsity that drops none of `count` weights or units, or all."""
     one = f"{step}, of which the number of kept ones is a multiple" if step > 1 else "one"
-    if pattern.sparsity > 0 and pattern.dropped == 0:
+    if sparsity > 0 and dropped == 0:
         least = f"at least {step / count:.6g} drops {one}" if count > step else f"a block keeps at least {one}"
-        raise RecipeError(f"sparsity {pattern.sparsity:g} drops none of the {units}; {least}")
-    if pattern.dropped == count:
+        raise RecipeError(f"sparsity {sparsity:g} drops none of the {what}; {least}")
+    if dropped == count:
         most = f"at most {(count - step) / count:.6g} keeps {one}"
-        raise RecipeError(f"sparsity {pattern.sparsity:g} keeps none of the {units}; {most}")
+        raise RecipeError(f"sparsity {sparsity:g} keeps none of the {what}; {most}")
+
+
+def check_units(pattern: Structured) -> None:
+    """Refuse a sparsity that drops no unit, or all."""
+    count = pattern.units.count
+    check_count(pattern.sparsity, pattern.dropped, count, str(pattern.units), pattern.multiple)
 
 
 def find_depth(
@@ -146,7 +147,7 @@ def find_depth(
             loaded.refuse(f"{message}, so that all blocks compete", "prune", other, "pattern")
     if rule.reconstruct is not None:
         with mistakes.collected():
-            message = "a removed block has no weights left to update; drop it, and use reconstruct_block or finetune"
+            message = "a removed block has no weights left to update; drop it, and train the blocks that are kept"
             loaded.refuse(message, "prune", index, "reconstruct")
     names = set(targeted)
     inside = {fqn: linears for fqn in found.blocks if names & {*(linears := [*found.inside(fqn)])}}
@@ -160,7 +161,7 @@ def find_depth(
     }
     pattern = Structured("blocks", rule.sparsity or 0.0, Units("blocks", home, len(inside), owners))
     with mistakes.collected(), loaded.at("prune", index, "sparsity"):
-        check_count(pattern)
+        check_units(pattern)
     return PlannedDepth(rules[index], pattern, tuple(inside))
 
 

@@ -1,8 +1,9 @@
 """The source of a recipe: YAML or Python values as plain data, with the place of every value.
 
 Scalars follow the core schema of YAML 1.2 (section 10.3.2), so `2:4`, `yes` and `2024-01-01` are text whatever a
-`%YAML` directive says. Anchors, aliases and merge keys work. Tags are refused, so no text can name a Python object.
-Size and depth are limited while aliases are expanded. What cannot be read or set is a `RecipeError` with its place.
+`%YAML` directive says. Anchors and aliases work; merge keys (`<<`), which YAML 1.2 does not have, are keys like others.
+Tags are refused, so no text can name a Python object. Size and depth are limited while aliases are expanded. What
+cannot be read or set is a `RecipeError` with its place.
 """
 
 from __future__ import annotations
@@ -251,11 +252,44 @@ def parse_yaml(text: str, name: str, *, place: str | None = None) -> PlacedValue
         raise RecipeError(f"{place or name}: not YAML: an escape beyond \\U0010FFFF") from None
     if root is None:
         return PlacedValue(None, {(): place or f"{name}:1:1"})
-    nodes = _Nodes(at)
-    value = nodes.plain(root, (), at(root.start_mark))
-    if nodes.mistakes:
-        raise RecipeError("\n".join(dict.fromkeys(nodes.mistakes)))
-    return PlacedValue(value, nodes.places)
+    places, mistakes = dict[Location, str](), list[str]()
+
+    def plain(node: Any, loc: Location, place: str) -> Any:
+        _add_place(places, loc, place)
+        here = at(node.start_mark)
+        if tag := node.tag.replace("tag:yaml.org,2002:", "!!"):
+            mistakes.append(f"{here}: tag {tag!r} is not allowed: a recipe has plain values only")
+        if isinstance(node, yaml.SequenceNode):
+            return [plain(item, (*loc, i), at(item.start_mark)) for i, item in enumerate(node.value)]
+        if isinstance(node, yaml.MappingNode):
+            return {key: plain(x, (*loc, key), at(mark)) for key, (mark, x) in _entries(node, at, mistakes).items()}
+        return _scalar(_content(node), here)
+
+    value = plain(root, (), at(root.start_mark))
+    if mistakes:
+        raise RecipeError("\n".join(dict.fromkeys(mistakes)))
+    return PlacedValue(value, places)
+
+
+def _content(node: Any) -> Scalar:
+    """Return what a scalar says; only without quotes it can be something else than text."""
+    return read_plain(node.value) if node.style is None else str(node.value)
+
+
+def _entries(mapping: Any, at: Callable[[Any], str], mistakes: list[str]) -> dict[str, tuple[Any, Any]]:
+    """Return where each key of a mapping stands, and the node of its value; `mistakes` receives duplicate keys."""
+    found: dict[str, tuple[Any, Any]] = {}
+    for key, value in mapping.value:
+        here, name = at(key.start_mark), _content(key) if isinstance(key, yaml.ScalarNode) else None
+        if not isinstance(name, str):
+            hint = "; in a number write a point, as in 0.5" if type(name) is int and not value.value else ""
+            raise RecipeError(f"{here}: a key must be text; put it in quotes{hint}")
+        if name in found:
+            first = at(found[name][0])
+            mistakes.append(f"{here}: duplicate key {name!r}, first given at {first}; keep one of the two")
+        else:
+            found[str(_scalar(name, here))] = (key.start_mark, value)
+    return found
 
 
 def _not_yaml(error: Any, at: Callable[[Any], str]) -> str:
@@ -265,61 +299,6 @@ def _not_yaml(error: Any, at: Callable[[Any], str]) -> str:
     message = f"{error.context}{where}, {error.problem}" if error.context else str(error.problem)
     quotes = '; text that begins with * needs quotes, such as "*.q_proj"' if "alias" in message else ""
     return f"{here}: not YAML: {message}{quotes}"
-
-
-class _Nodes:
-    """Turns composed nodes into plain data. State: places, mistakes, and the entries of mappings by identity."""
-
-    def __init__(self, at: Callable[[Any], str]) -> None:
-        self.at = at
-        self.places: dict[Location, str] = {}
-        self.mistakes: list[str] = []
-        self.known: dict[int, dict[str, tuple[Any, Any]]] = {}
-
-    def where(self, node: Any) -> str:
-        return self.at(node.start_mark)
-
-    def plain(self, node: Any, loc: Location, place: str) -> Any:
-        """Return the value of a node."""
-        _add_place(self.places, loc, place)
-        if tag := node.tag.replace("tag:yaml.org,2002:", "!!"):
-            self.mistakes.append(f"{self.where(node)}: tag {tag!r} is not allowed: a recipe has plain values only")
-        if isinstance(node, yaml.SequenceNode):
-            return [self.plain(item, (*loc, i), self.where(item)) for i, item in enumerate(node.value)]
-        if isinstance(node, yaml.MappingNode):
-            return {
-                name: self.plain(value, (*loc, name), self.where(key))
-                for name, (key, value) in self.entries(node).items()
-            }
-        return _scalar(read_plain(node.value) if node.style is None else node.value, self.where(node))
-
-    def entries(self, mapping: Any) -> dict[str, tuple[Any, Any]]:
-        """Return the nodes of keys and values by key, with what `<<` merges; a mapping's own keys outweigh those."""
-        if id(mapping) in self.known:
-            return self.known[id(mapping)]
-        own = self.known[id(mapping)] = {}  # also for one that merges itself
-        merged: dict[str, tuple[Any, Any]] = {}
-        for key, value in mapping.value:
-            plain = isinstance(key, yaml.ScalarNode) and key.style is None
-            name = read_plain(key.value) if plain else key.value
-            if plain and name == "<<":
-                for source in value.value if isinstance(value, yaml.SequenceNode) else [value]:
-                    if not isinstance(source, yaml.MappingNode):
-                        raise RecipeError(f"{self.where(key)}: << expects a mapping or a list of mappings")
-                    merged = {**self.entries(source), **merged}  # the first of several wins
-            elif not isinstance(name, str):
-                comma = type(name) is int and not value.value
-                hint = "; in a number write a point, as in 0.5" if comma else ""
-                raise RecipeError(f"{self.where(key)}: a key must be text; put it in quotes{hint}")
-            elif name in own:
-                first = self.where(own[name][0])
-                self.mistakes.append(
-                    f"{self.where(key)}: duplicate key {name!r}, first given at {first}; keep one of the two"
-                )
-            else:
-                own[str(_scalar(name, self.where(key)))] = (key, value)
-        self.known[id(mapping)] = {**merged, **own}
-        return self.known[id(mapping)]
 
 
 def read_plain(text: str) -> Scalar:
@@ -364,12 +343,12 @@ _TAGS = {str: "str", int: "int", float: "float", bool: "bool", type(None): "null
 
 
 class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
-    """Quotes text that `read_plain` would read as another type, or as a merge key."""
+    """Quotes text that `read_plain` would read as another type."""
 
     def resolve(self, kind: Any, value: Any, implicit: Any) -> Any:
         if kind is not yaml.ScalarNode or not implicit[0]:
             return super().resolve(kind, value, implicit)
-        return "tag:yaml.org,2002:" + ("merge" if value == "<<" else _TAGS[type(read_plain(value))])
+        return f"tag:yaml.org,2002:{_TAGS[type(read_plain(value))]}"
 
     def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002 - PyYAML's signature
         return True

@@ -17,7 +17,7 @@ from pydantic import (
 )
 
 from compressx.api.patterns import NM, UNIT_KINDS, Group, UnitKind
-from compressx.recipe.validation import PLAIN_OR_MAPPING, Strict, conflict
+from compressx.recipe.validation import PLAIN_OR_MAPPING, Strict, refuse_if, short_form
 
 
 def _listed(value: object) -> object:
@@ -39,11 +39,7 @@ class Layers(Strict):
         return f"layers: [{listed}]" if len(self.layers) > 1 else f"layers: {listed}"
 
     def of(self, depth: int) -> set[int]:
-        """Return the blocks' numbers from 0 in a model of `depth` blocks.
-
-        Raises:
-            ValueError: a number that the model does not have; the message says which there are.
-        """
+        """Return the blocks' numbers from 0 in a model of `depth` blocks; refuse one that it does not have."""
         found: set[int] = set()
         for part in self.layers:
             first, last = (part, part) if isinstance(part, int) else sorted(map(int, part.split("-")))
@@ -87,20 +83,14 @@ PatternField = Annotated[
 ]
 
 
-def _pruner_from_text(value: object) -> object:
-    return {"pruner": value} if isinstance(value, str) else value
-
-
-ReconstructionField = Annotated[
-    "Reconstruction", BeforeValidator(_pruner_from_text, json_schema_input_type="str | Reconstruction")
-]
-
-
 class Reconstruction(Strict):
     """The pruner that updates the kept weights."""
 
     pruner: str
     options: dict[str, Any] = Field(default_factory=dict)
+
+
+ReconstructionField = Annotated[Reconstruction, short_form(lambda text: {"pruner": text}, str | Reconstruction)]
 
 
 class Rule(Strict):
@@ -132,10 +122,10 @@ class Rule(Strict):
 
     @model_validator(mode="after")
     def _sparsity_or_pattern(self) -> Rule:
-        if self.sparsity is not None and isinstance(self.pattern, NM):
-            raise conflict("sparsity and pattern exclude each other; keep one", ["sparsity", "pattern"])
-        if self.pattern is not None and self.group is not None:
-            raise conflict(f"group does not go with {self.pattern}, which says among what weights compete", ["group"])
-        if self.multiple is not None and self.pattern != "neurons":
-            raise conflict("multiple only goes with pattern: neurons", ["multiple"])
+        both = self.sparsity is not None and isinstance(self.pattern, NM)
+        refuse_if(both, "sparsity and pattern exclude each other; keep one", "sparsity", "pattern")
+        competing = f"group does not go with {self.pattern}, which says among what weights compete"
+        refuse_if(self.pattern is not None and self.group is not None, competing, "group")
+        other = self.multiple is not None and self.pattern != "neurons"
+        refuse_if(other, "multiple only goes with pattern: neurons", "multiple")
         return self

@@ -6,12 +6,11 @@ All errors are reported at once, each with its place.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypeAlias
 
-from pydantic import BaseModel, BeforeValidator, Field, StrictBool
+from pydantic import BaseModel, Field, StrictBool
 from pydantic.json_schema import GenerateJsonSchema
 
 from compressx.api.patterns import NM
@@ -28,16 +27,8 @@ from compressx.recipe.document import (
 from compressx.recipe.rules import Rule, Target
 from compressx.recipe.sections import AllocationField, Calibration, Finetune, ReconstructBlock, SelectTokens
 from compressx.recipe.sources import ComputeDtype, DatasetSource, Draw, ModelField, datasets_in
-from compressx.recipe.validation import Strict, validated
+from compressx.recipe.validation import Strict, short_form, validated
 from compressx.runtime.errors import RecipeError
-
-
-def _format_from_text(value: object) -> object:
-    if isinstance(value, dict) and "format" in value and (flat := sorted({*value} - {"format", "options"})):
-        raise ValueError(
-            f"unknown key {flat[0]!r}; options of a format go under options, as in options: {{{flat[0]}: ...}}"
-        )
-    return {"format": value} if isinstance(value, str) else value
 
 
 class ExportFormat(Strict):
@@ -47,7 +38,7 @@ class ExportFormat(Strict):
     options: dict[str, Any] = Field(default_factory=dict, description="the exporter's own options")
 
 
-FormatField = Annotated[ExportFormat, BeforeValidator(_format_from_text, json_schema_input_type=str | ExportFormat)]
+FormatField = Annotated[ExportFormat, short_form(lambda text: {"format": text}, str | ExportFormat)]
 
 
 class Recipe(Strict):
@@ -142,8 +133,8 @@ class Recipe(Strict):
 
     def draws(self) -> dict[str, Draw]:
         """Return the draws of sequences by their section."""
-        sections = {"calibration": self.calibration, "finetune": self.finetune}
-        return {name: x.draw for name, x in sections.items() if x is not None and x.draw is not None}
+        tuned = None if self.finetune is None else self.finetune.draw
+        return {name: x for name, x in {"calibration": self.calibration, "finetune": tuned}.items() if x is not None}
 
     def datasets(self) -> dict[Location, DatasetSource]:
         """Return the datasets by their location in the recipe."""
@@ -151,24 +142,14 @@ class Recipe(Strict):
 
 
 @dataclass(frozen=True)
-class LoadedRecipe:
-    """A valid recipe and its source.
+class LoadedRecipe(PlacedValue):
+    """A document that is a valid recipe.
 
     Attributes:
-        source: the parsed document, with places.
         recipe: the recipe, with short forms expanded and defaults filled in.
     """
 
-    source: PlacedValue
     recipe: Recipe
-
-    def where(self, *loc: Step) -> str:
-        """Return the place of a key or list item, as `PlacedValue.where` does."""
-        return self.source.where(*loc)
-
-    def at(self, *loc: Step) -> AbstractContextManager[None]:
-        """Prefix the message of an error with the place of a key or list item."""
-        return self.source.at(*loc)
 
     def refuse(self, message: str, *loc: Step) -> NoReturn:
         """Raise a `RecipeError` with the place of a key or list item."""
@@ -185,9 +166,6 @@ def load_recipe(
     """Load a recipe from a YAML file, or the same structure in Python.
 
     Overrides are `a.b.0.c=VALUE` with VALUE in YAML, applied in order; after them those of `--grid`.
-
-    Raises:
-        RecipeError: one line with its place for each mistake.
     """
     return _validated(_read(recipe, overrides, grid))
 
@@ -203,7 +181,7 @@ def _read(recipe: Path | Mapping[str, Any], overrides: Sequence[str], grid: Sequ
 def _validated(source: PlacedValue) -> LoadedRecipe:
     if not source.value and not isinstance(source.value, list):
         raise RecipeError(f"{source.where()}: the recipe is empty; it needs model, prune, output")
-    loaded = LoadedRecipe(source, validated(Recipe, source.value, source.where))
+    loaded = LoadedRecipe(source.value, source.places, validated(Recipe, source.value, source.where))
     mistakes = [f"{source.where(*loc)}: {message}" for loc, message in _mistakes(loaded.recipe, source.where)]
     if mistakes:
         raise RecipeError("\n".join(mistakes))
@@ -211,15 +189,13 @@ def _validated(source: PlacedValue) -> LoadedRecipe:
 
 
 def _mistakes(recipe: Recipe, where: Callable[..., str]) -> Iterator[tuple[Location, str]]:
-    """Yield what sections say against each other, each with the key that it is message at."""
+    """Yield what sections say against each other, each with the key at which it is a mistake."""
     if recipe.prune:
         for i, rule in enumerate(recipe.prune):
             yield from _budget_mistakes(recipe, i, rule, where)
     elif recipe.select_tokens is None:
-        yield (
-            ("prune",),
-            "missing key 'prune', a list of rules, such as [{targets: [\"*\"], pruner: wanda, sparsity: 0.5}]",
-        )
+        rules = '[{targets: ["*"], pruner: wanda, sparsity: 0.5}]'
+        yield ("prune",), f"missing key 'prune', a list of rules, such as {rules}"
     else:
         for name in ("base", "calibration", "ignore", "allocation", "reconstruct_block", "finetune"):
             if getattr(recipe, name) is not None:
@@ -239,21 +215,11 @@ def _budget_mistakes(recipe: Recipe, i: int, rule: Rule, where: Callable[..., st
         needed = f"{rule.pattern} needs sparsity" if rule.pattern else 'needs pattern, such as "2:4", or sparsity'
         yield here, f"prune[{i}]: {needed}, such as 0.5"
     elif recipe.allocation is not None and rule.pattern in ("experts", "blocks"):
-        yield (
-            ("allocation",),
-            (
-                f"allocation chooses no sparsities of {rule.pattern} at {where(*here, 'pattern')}; drop allocation, or "
-                "prune them by a recipe of their own"
-            ),
-        )
+        units = f"allocation chooses no sparsities of {rule.pattern} at {where(*here, 'pattern')}"
+        yield ("allocation",), f"{units}; drop allocation, or prune them by a recipe of their own"
     elif recipe.allocation is not None and rule.sparsity is not None:
-        yield (
-            (*here, "sparsity"),
-            (
-                f"prune[{i}] has sparsity {rule.sparsity}, but allocation at {where('allocation')} chooses every "
-                "rule's sparsity; drop sparsity here, or drop allocation"
-            ),
-        )
+        both = f"prune[{i}] has sparsity {rule.sparsity}, but allocation at {where('allocation')} chooses every rule's"
+        yield (*here, "sparsity"), f"{both} sparsity; drop sparsity here, or drop allocation"
     if recipe.base is None and rule.sparsity == 1:
         yield (*here, "sparsity"), f"prune[{i}].sparsity is 1; expected less than 1 without base"
 
@@ -273,9 +239,6 @@ def recipe_in_memory(
     """Load a recipe without `model` and `output`, for a model that is in memory and is called `model` in reports.
 
     `calibration` has the keys of that section that the caller's own text decides; None without such text.
-
-    Raises:
-        RecipeError: as for `load_recipe`; a key that has no meaning here.
     """
     source = _read(recipe, overrides)
     given = source.value if isinstance(source.value, dict) else {}

@@ -7,6 +7,7 @@ from itertools import pairwise
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import (
+    BeforeValidator,
     ByteSize,
     Field,
     StrictBool,
@@ -18,18 +19,14 @@ from pydantic import (
 )
 
 from compressx.recipe.sources import Bos, Draw, ModelSource, TextSources
-from compressx.recipe.validation import PLAIN_OR_MAPPING, Strict, conflict
+from compressx.recipe.validation import PLAIN_OR_MAPPING, Strict, exactly_one, refuse_if
 
 SizeField = Annotated[ByteSize, Field(ge=1000), WithJsonSchema({"type": ["string", "integer"]})]
 
 
-class Calibration(TextSources):
+class Calibration(Draw):
     """The text whose activations guide pruning."""
 
-    samples: StrictInt = Field(128, ge=1, description="sequences drawn")
-    sequence_length: StrictInt = Field(2048, ge=2, description="tokens in a sequence")
-    bos: Bos = Field("auto", description="begin each sequence with the tokenizer's BOS token; auto: for Gemma only")
-    seed: StrictInt = Field(0, ge=0, lt=2**63, description="seed of the draw")
     batch_size: StrictInt = Field(
         4, ge=1, description="sequences per forward pass; with reconstruct_block it affects the result"
     )
@@ -41,14 +38,8 @@ class Calibration(TextSources):
 
     @model_validator(mode="after")
     def _some_text(self) -> Calibration:
-        if not self.sources:
-            raise conflict("give dataset, or datasets for several", [])
+        exactly_one(dict(self), "dataset", "datasets")
         return self
-
-    @property
-    def draw(self) -> Draw:
-        """The draw of the sequences."""
-        return Draw(self.sources, self.samples, self.sequence_length, self.seed, self.bos)
 
 
 Sharing: TypeAlias = Literal["block", "rule"]
@@ -76,8 +67,7 @@ class TargetBudget(Strict):
 
     @model_validator(mode="after")
     def _one(self) -> TargetBudget:
-        if len(self.model_dump(exclude_none=True)) != 1:
-            raise conflict("give exactly one of parameters, bytes", sorted(self.model_fields_set))
+        exactly_one(dict(self), "parameters", "bytes")
         return self
 
 
@@ -129,8 +119,8 @@ class _Measuring(Strict):
 
     @model_validator(mode="after")
     def _rising(self) -> _Measuring:
-        if any(a >= b for a, b in pairwise(self.sparsities)):
-            raise conflict(f"sparsities must increase; got {self.sparsities}", ["sparsities"])
+        falling = any(a >= b for a, b in pairwise(self.sparsities))
+        refuse_if(falling, f"sparsities must increase; got {self.sparsities}", "sparsities")
         return self
 
 
@@ -155,7 +145,16 @@ Allocation: TypeAlias = OwlAllocation | DivergenceAllocation | AttentionAware
 AllocationField = Annotated[Allocation, Field(discriminator="method")]
 
 
-Keep = Annotated[StrictInt, Field(ge=1)] | Annotated[StrictFloat, Field(gt=0, lt=1, allow_inf_nan=False)]
+def _keep(value: object) -> object:
+    if type(value) in (int, float) and not (0 < value < 1 or (value >= 1 and isinstance(value, int))):  # type: ignore[operator]
+        raise ValueError("expected a number of tokens, 1 or more, or a fraction of them between 0 and 1")
+    return value
+
+
+Keep = Annotated[
+    Annotated[StrictInt, Field(ge=1)] | Annotated[StrictFloat, Field(gt=0, lt=1, allow_inf_nan=False)],
+    BeforeValidator(_keep),
+]
 
 
 class Protect(Strict):
@@ -196,7 +195,7 @@ Teacher = Annotated[
 ]
 
 _DRAWING = ("samples", "sequence_length", "bos")
-"""Keys about the sequences of `dataset` or `datasets`, by their names in `Draw`, which has their defaults."""
+"""Keys about the sequences of `dataset` or `datasets`; `Draw` has their defaults."""
 
 
 class Lora(Strict):
@@ -260,14 +259,14 @@ class Finetune(TextSources):
     @property
     def draw(self) -> Draw | None:
         """The draw of the sequences, or None if they are the calibration sequences."""
-        drawing = {n: getattr(self, n) for n in _DRAWING if getattr(self, n) is not None}
-        return Draw(self.sources, seed=self.seed, **drawing) if self.sources else None
+        given = {n: x for n in Draw.model_fields if (x := getattr(self, n)) is not None}
+        return Draw(**given) if self.sources else None
 
     @model_validator(mode="after")
     def _nothing_idle(self) -> Finetune:
         stray = [n for n in _DRAWING if getattr(self, n) is not None]
-        if not self.sources and stray:
-            raise conflict(f"{' and '.join(stray)} only goes with dataset; calibration has its own", stray)
-        if self.minutes is not None and self.steps is not None:
-            raise conflict("minutes takes the place of steps; remove one of them", ["minutes", "steps"])
+        idle = f"{' and '.join(stray)} only goes with dataset; calibration has its own"
+        refuse_if(stray and not self.sources, idle, *stray)
+        both = "minutes takes the place of steps; remove one of them"
+        refuse_if(self.minutes and self.steps, both, "minutes", "steps")
         return self

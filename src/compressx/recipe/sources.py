@@ -2,38 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    Field,
-    StrictBool,
-    StrictFloat,
-    StrictInt,
-    model_validator,
-)
+from pydantic import BaseModel, Field, StrictBool, StrictFloat, StrictInt, model_validator
 
 from compressx.recipe.document import Location, long_form
-from compressx.recipe.validation import Strict, conflict
+from compressx.recipe.validation import Strict, exactly_one, only_with, refuse_if, short_form
 
 ComputeDtype: TypeAlias = Literal["auto", "float32", "bfloat16"]
 Streaming: TypeAlias = Literal["auto"] | StrictBool
 Bos: TypeAlias = Literal["auto"] | StrictBool
-
-
-def _exactly_one(values: dict[str, Any], names: tuple[str, ...]) -> None:
-    given = [n for n in names if values.get(n) is not None]
-    if len(given) != 1:
-        raise conflict(f"give exactly one of {', '.join(names)}; got {' and '.join(given) or 'none'}", given)
-
-
-def _only_with(values: dict[str, Any], owner: str, names: tuple[str, ...]) -> None:
-    if values.get(owner) is None and (stray := [n for n in names if values.get(n) is not None]):
-        raise conflict(f"{' and '.join(stray)} only goes with {owner}", stray)
 
 
 _VERSION = r"^([0-9]+!)?[0-9]+(\.[0-9]+)*((a|b|rc)[0-9]+)?(\.post[0-9]+)?(\.dev[0-9]+)?(\+[0-9a-z]+(\.[0-9a-z]+)*)?$"
@@ -72,19 +53,16 @@ class ModelSource(Strict):
 
     @model_validator(mode="after")
     def _one_source(self) -> ModelSource:
-        values = dict(self)
-        _exactly_one(values, ("id", "path", "package"))
-        _only_with(values, "id", ("revision",))
-        _only_with(values, "path", ("base",))
-        _only_with(values, "package", ("version", "file", "sha256"))
-        if self.package and (missing := [n for n in ("version", "file", "sha256") if values[n] is None]):
-            raise conflict(f"a package also needs {', '.join(missing)}", ["package"])
-        if self.streaming is True and (self.package or (self.path is not None and self.path.suffix == ".gguf")):
-            raise conflict(
-                "a GGUF file cannot be streamed, because transformers can only convert it as a whole; leave streaming "
-                "out, or save the model as safetensors first",
-                ["streaming"],
-            )
+        values, wheel = dict(self), ("version", "file", "sha256")
+        exactly_one(values, "id", "path", "package")
+        only_with(values, "id", "revision")
+        only_with(values, "path", "base")
+        only_with(values, "package", *wheel)
+        missing = [n for n in wheel if values[n] is None]
+        refuse_if(self.package and missing, f"a package also needs {', '.join(missing)}", "package")
+        gguf = self.package or (self.path is not None and self.path.suffix == ".gguf")
+        told = "a GGUF file cannot be streamed, because transformers can only convert it as a whole; leave streaming "
+        refuse_if(self.streaming is True and gguf, told + "out, or save the model as safetensors first", "streaming")
         return self
 
 
@@ -115,10 +93,9 @@ class DatasetSource(Strict):
     @model_validator(mode="after")
     def _one_source(self) -> DatasetSource:
         values = self.model_dump(by_alias=True)
-        _exactly_one(values, ("name", "text", "json", "generate"))
-        _only_with(values, "name", ("config", "split", "revision"))
-        if self.field is not None and (self.text is not None or self.generate is not None):
-            raise conflict("field only goes with json or name", ["field"])
+        exactly_one(values, "name", "text", "json", "generate")
+        only_with(values, "name", "config", "split", "revision")
+        refuse_if(self.field is not None and (self.text or self.generate), "field only goes with json or name", "field")
         return self
 
 
@@ -144,48 +121,10 @@ class WeightedSource(DatasetSource):
     )
 
 
-@dataclass(frozen=True)
-class Draw:
-    """A draw of sequences to calibrate with or to train on.
-
-    Attributes:
-        sources: where the text comes from, each with its weight.
-        samples: number of sequences.
-        sequence_length: tokens in a sequence, BOS included.
-        seed: of the draw; the same seed gives the same sequences in the same order.
-        bos: whether sequences begin with BOS.
-    """
-
-    sources: Sequence[tuple[DatasetSource, float]]
-    samples: int = 128
-    sequence_length: int = 2048
-    seed: int = 0
-    bos: Bos = "auto"
-
-    def shares(self) -> list[int]:
-        """Return the number of sequences from each source: in proportion to weights, rounded by largest remainder."""
-        total = sum(weight for _, weight in self.sources)
-        exact = [self.samples * (weight / total) for _, weight in self.sources]
-        counts = [int(x) for x in exact]
-        by_rest = sorted(range(len(exact)), key=lambda i: counts[i] - exact[i])
-        for i in by_rest[: self.samples - sum(counts)]:
-            counts[i] += 1
-        return counts
-
-
-def _model_from_text(value: object) -> object:
-    return long_form(("model",), value) if isinstance(value, str) else value
-
-
-def _dataset_from_text(value: object) -> object:
-    return long_form(("dataset",), value) if isinstance(value, str) else value
-
-
-ModelField = Annotated[ModelSource, BeforeValidator(_model_from_text, json_schema_input_type=str | ModelSource)]
-DatasetField = Annotated[DatasetSource, BeforeValidator(_dataset_from_text, json_schema_input_type=str | DatasetSource)]
-WeightedField = Annotated[
-    WeightedSource, BeforeValidator(_dataset_from_text, json_schema_input_type=str | WeightedSource)
-]
+_as_model, _as_dataset = partial(long_form, ("model",)), partial(long_form, ("dataset",))
+ModelField = Annotated[ModelSource, short_form(_as_model, str | ModelSource)]
+DatasetField = Annotated[DatasetSource, short_form(_as_dataset, str | DatasetSource)]
+WeightedField = Annotated[WeightedSource, short_form(_as_dataset, str | WeightedSource)]
 DatasetsField = Annotated[list[WeightedField], Field(min_length=1, examples=[[{"name": "c4", "weight": 0.7}]])]
 
 
@@ -202,6 +141,26 @@ class TextSources(Strict):
 
     @model_validator(mode="after")
     def _one_key(self) -> TextSources:
-        if self.dataset is not None and self.datasets is not None:
-            raise conflict("dataset and datasets exclude each other; keep one", ["dataset", "datasets"])
+        both = ("dataset", "datasets")
+        refuse_if(self.dataset and self.datasets, "dataset and datasets exclude each other; keep one", *both)
         return self
+
+
+class Draw(TextSources):
+    """A draw of sequences to calibrate with or to train on."""
+
+    samples: StrictInt = Field(128, ge=1, description="sequences drawn")
+    sequence_length: StrictInt = Field(2048, ge=2, description="tokens in a sequence")
+    bos: Bos = Field("auto", description="begin each sequence with the tokenizer's BOS token; auto: for Gemma only")
+    seed: StrictInt = Field(0, ge=0, lt=2**63, description="seed of the draw")
+
+    @property
+    def shares(self) -> list[int]:
+        """The number of sequences from each source: in proportion to weights, rounded by largest remainder."""
+        total = sum(weight for _, weight in self.sources)
+        exact = [self.samples * (weight / total) for _, weight in self.sources]
+        counts = [int(x) for x in exact]
+        by_rest = sorted(range(len(exact)), key=lambda i: counts[i] - exact[i])
+        for i in by_rest[: self.samples - sum(counts)]:
+            counts[i] += 1
+        return counts

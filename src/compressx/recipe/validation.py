@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Discriminator, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticCustomError
 
@@ -43,15 +43,33 @@ PLAIN_OR_MAPPING = Discriminator(lambda value: "mapping" if isinstance(value, di
 """Of a union of `Tag("plain")` and `Tag("mapping")`: only one of the two reports its mistakes."""
 
 
+def short_form(long: Callable[[str], object], accepted: object) -> BeforeValidator:
+    """Let a text stand for a mapping; `accepted` is what the JSON schema allows."""
+    return BeforeValidator(lambda x: long(x) if isinstance(x, str) else x, json_schema_input_type=accepted)
+
+
 class Strict(BaseModel):
     """Base of frozen models that forbid unknown keys."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
 
 
-def conflict(message: str, keys: Sequence[str]) -> PydanticCustomError:
-    """Make the error for a model validator that finds conflicting keys; their places are added to the message."""
-    return PydanticCustomError("conflict", "{message}", {"message": message, "keys": list(keys)})
+def refuse_if(wrong: object, message: str, *keys: str) -> None:
+    """Refuse, in a validator of a model, what several keys say together; the places of `keys` join the message."""
+    if wrong:
+        raise PydanticCustomError("conflict", "{message}", {"message": message, "keys": [*keys]})
+
+
+def exactly_one(values: Mapping[str, Any], *names: str) -> None:
+    """Refuse several or none of the keys `names`."""
+    given = [n for n in names if values.get(n) is not None]
+    refuse_if(len(given) != 1, f"give exactly one of {', '.join(names)}; got {' and '.join(given) or 'none'}", *given)
+
+
+def only_with(values: Mapping[str, Any], owner: str, *names: str) -> None:
+    """Refuse keys that say something of `owner`, which is not there."""
+    stray = [n for n in names if values.get(n) is not None]
+    refuse_if(values.get(owner) is None and stray, f"{' and '.join(stray)} only goes with {owner}", *stray)
 
 
 def validated(
@@ -66,10 +84,7 @@ def validated(
     """Validate plain data and refuse unknown keys, nested ones too, whatever the model's own `extra` says.
 
     `where` returns the place of a location in the data, or of what encloses it; `noun` is the word for a key. Types are
-    as strict as the schema says, or `strict`: no `"8"` or `true` for a number.
-
-    Raises:
-        CompressxError: of class `error`; one line for each problem, starting with its place.
+    as strict as the schema says, or `strict`: no `"8"` or `true` for a number. Of all mistakes one `error` is raised.
     """
     try:
         if strict:  # from JSON, strict mode still converts a list to a tuple, and text to a path or an enum member
@@ -81,12 +96,7 @@ def validated(
 
 
 def validate_options(model: type[_Model], options: object, where: Callable[..., str]) -> _Model:
-    """Validate what a recipe says of a plugin, as strictly as a recipe's own keys.
-
-    Raises:
-        RecipeError: unknown options, with the nearest valid one, and invalid values.
-        PluginError: a validator of the schema failed otherwise than by a ValueError.
-    """
+    """Validate what a recipe says of a plugin, as strictly as a recipe's own keys."""
     try:
         return validated(model, options, where, noun="option", strict=True)
     except CompressxError:

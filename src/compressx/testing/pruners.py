@@ -41,7 +41,7 @@ def plans(subject: Subject) -> None:
         subject.rule.build_depth()
         return
     scene = subject.scene(weights=False)
-    pruner, _ = subject.rule.build()
+    (pruner,) = subject.rule.build()
     for name in subject.names:
         with torch.device("meta"):  # as the planner calls it
             statistic, again = pruner.observe(scene.block, name), pruner.observe(scene.block, name)
@@ -133,7 +133,7 @@ def _reconstructs(subject: Subject) -> None:
     """Give masks that another pruner selected."""
     if not subject.spec.reconstructs:
         raise NoSuchPromiseError("it does not say reconstructs")
-    rule = PlannedRule(0, _SELECTOR, NoOptions(), subject.spec, subject.rule.options)
+    rule = PlannedRule(0, ((_SELECTOR, NoOptions()), *subject.rule.pruners))
     scene = subject.scene()
     block = subject.scene(weights=False).block
     patterns: list[Claim] = [Unstructured(0.5, "row"), Unstructured(0.5, "layer")]
@@ -295,7 +295,7 @@ def _processes(subject: Subject) -> None:
         block = replace(scene.block, calls=scene.block.calls[half : half + 1])
         halves.append(subject.statistics(Scene(scene.model, block, scene.passes[half : half + 1])))
     merged: dict[SharedStatistic, SharedStatistic] = {}
-    selector, _ = scene.pruners(subject.rule)
+    (selector,) = scene.pruners(subject.rule)
     for name, stats in halves[0].items():
         for role, mine in stats.items():
             if mine not in merged:

@@ -77,9 +77,9 @@ class Scene:
     model: Any
     block: Block
     passes: Sequence[Callable[[], Any]]
-    built: dict[PlannedRule, tuple[AnyPruner, AnyPruner | None]] = field(default_factory=dict)
+    built: dict[PlannedRule, tuple[AnyPruner, ...]] = field(default_factory=dict)
 
-    def pruners(self, rule: PlannedRule) -> tuple[AnyPruner, AnyPruner | None]:
+    def pruners(self, rule: PlannedRule) -> tuple[AnyPruner, ...]:
         """Return a rule's pruners, the same ones each time."""
         if rule not in self.built:
             self.built[rule] = rule.build()
@@ -92,7 +92,7 @@ class Subject:
     def __init__(self, spec: PrunerSpec, options: BaseModel, architecture: str) -> None:
         self.spec = spec
         self.architecture = architecture
-        self.rule = PlannedRule(0, spec, options, None, None)
+        self.rule = PlannedRule(0, ((spec, options),))
 
     @property
     def claimed(self) -> list[Claim]:
@@ -186,7 +186,7 @@ class Subject:
         """Return why the pruner's `check` refuses to prune these linears so, or None."""
         try:
             if self.spec.check is not None:
-                self.spec.check(block, patterns, self.rule.options)
+                self.spec.check(block, patterns, self.rule.pruners[0][1])
         except CompressxError as refusal:
             return str(refusal)
         return None

@@ -29,7 +29,7 @@ BATCHES = tiny_tokens(sequences=6).split(4)  # of four and of two
 
 
 def rule(index: int, spec: PrunerSpec, reconstructor: PrunerSpec | None = None) -> PlannedRule:
-    return PlannedRule(index, spec, spec.options(), reconstructor, reconstructor and reconstructor.options())
+    return PlannedRule(index, tuple((x, x.options()) for x in (spec, reconstructor) if x))
 
 
 def plan(model: Any, *rules: tuple[PlannedRule, str, tuple[str, ...]]) -> Plan:
@@ -279,7 +279,7 @@ def test_biases_that_a_pruner_changes_are_restored_too() -> None:
 
 def test_two_rules_that_share_a_hessian_each_prepare_their_own() -> None:
     model = tiny_model("llama")
-    strong = PlannedRule(1, SPECS["sparsegpt"], SPECS["sparsegpt"].options(damping=10.0), None, None)
+    strong = PlannedRule(1, ((SPECS["sparsegpt"], SPECS["sparsegpt"].options(damping=10.0)),))
     both = plan(model, (rule(0, SPECS["sparsegpt"]), "layer", ("q_proj",)), (strong, "layer", ("v_proj",)))
     alone = plan(model, (strong, "layer", ("v_proj",)))
     together = [m for m in measured(model, both, 0.5) if m.unit.linears[0].rule is strong]

@@ -27,7 +27,7 @@ Pattern = Unstructured | NM
 
 
 def rule(index: int, spec: Any = SPEC) -> PlannedRule:
-    return PlannedRule(index, spec, spec.options(), None, None)
+    return PlannedRule(index, ((spec, spec.options()),))
 
 
 def plan(*kinds: Any, blocks: int = 3, outside: Any = None, shapes: Any = SHAPES, spec: Any = SPEC) -> Plan:

@@ -65,7 +65,7 @@ def plan_with(pruner: object, model: Any, sparsity: float = 0.34) -> PlannedDept
     depth = planned(model, THIRD | {"sparsity": sparsity}).depth
     assert depth is not None
     spec = PrunerSpec("own", "for a test", NoOptions, lambda _: pruner, groups=(), nm=False, units=("blocks",))  # type: ignore[arg-type,return-value]
-    return replace(depth, rule=replace(depth.rule, pruner=spec, options=NoOptions()))
+    return replace(depth, rule=replace(depth.rule, pruners=((spec, NoOptions()),)))
 
 
 @pytest.mark.parametrize("architecture", TINY_CONFIGS)

@@ -86,7 +86,7 @@ def test_looking_at_a_block_changes_nothing_that_later_ones_are_handed():
 @torch.no_grad()
 def test_the_targets_of_training_are_dense_where_keys_and_values_are_used_again():
     model, dense = gemma4(), gemma4()
-    *_, last = pruned(model, reconstruct_block=ReconstructBlock(passes=1))
+    *_, last = pruned(model, block_training=ReconstructBlock(passes=1))
     blocks = architecture_of(dense).blocks
     for ids, state in zip(BATCHES, last.hidden.dense, strict=True):
         logits = run_around(dense, blocks, ids, state).logits
@@ -95,7 +95,7 @@ def test_the_targets_of_training_are_dense_where_keys_and_values_are_used_again(
 
 def test_training_a_block_leaves_no_graph_in_what_later_ones_are_handed():
     with pretended_accelerator():  # on which weights that a graph still holds cannot change their dtype
-        *_, last = pruned(gemma4().to("cuda"), reconstruct_block=ReconstructBlock(passes=1))
+        *_, last = pruned(gemma4().to("cuda"), block_training=ReconstructBlock(passes=1))
     assert last.report.reconstruction is not None
 
 

@@ -55,7 +55,7 @@ class Spy:
 
 def plan_two(model, attention: PrunerSpec, mlp: PrunerSpec) -> Plan:
     """Plan a rule over the attention of the first block and another over its MLP."""
-    rules = tuple(PlannedRule(i, spec, NoOptions(), None, None) for i, spec in enumerate((attention, mlp)))
+    rules = tuple(PlannedRule(i, ((spec, NoOptions()),)) for i, spec in enumerate((attention, mlp)))
     linears = plan_all(model, attention, Unstructured(0.5), only="layers.0.").linears
     return Plan(tuple(replace(x, rule=rules["mlp" in x.name]) for x in linears), {}, rules, needs_calibration=True)
 

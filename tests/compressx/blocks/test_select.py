@@ -131,7 +131,7 @@ def decided(ranks: Ranks) -> list[Any]:
     access = InMemory(tiny_model("llama"))
     architecture = architecture_of(access.model)
     block, _ = next(each_block(access, architecture, dict.fromkeys(architecture.blocks, ())))
-    rule = PlannedRule(0, spec_of(None, separable=True), NoOptions(), None, None)
+    rule = PlannedRule(0, ((spec_of(None, separable=True), NoOptions()),))
     patterns = dict.fromkeys(block.linears, Unstructured(0.5))
     pruners = {rule: (Telling(ranks.rank), None)}
     found = decide_all(block, {rule: patterns}, pruners, {n: {} for n in patterns}, ranks)

@@ -32,9 +32,7 @@ def pruned(selector, reconstructor, pattern):
     running = passes(runs, states)
     with torch.no_grad():
         dense = [run() for run in running]
-    specs = [BUILT_IN[selector], BUILT_IN[reconstructor] if reconstructor else None]
-    options = [spec and spec.options() for spec in specs]
-    rule = PlannedRule(0, specs[0], options[0], specs[1], options[1])
+    rule = PlannedRule(0, tuple((BUILT_IN[x], BUILT_IN[x].options()) for x in (selector, reconstructor) if x))
     names = [f"{FQN}.self_attn.{x}_proj" for x in "qk"]
     linears = tuple(PlannedLinear(n, FQN, tuple(found.linears[n].weight.shape), rule, pattern) for n in names)
     plan = Plan(linears, {}, (rule,), needs_calibration=True)

@@ -82,7 +82,7 @@ def test_a_pruned_model_is_pruned_further_and_trained_towards_the_dense_one(mode
     asked = recipe(model, evaluated=False, batch_size=8, steps=1, held_out=0, teacher={"path": str(model)})
     run({**asked, **further, "finetune": None, "output": "pruned"})
     report = run({**asked, **further})
-    windows = read_calibration(Calibration(**asked["calibration"]).draw, AutoTokenizer.from_pretrained(model))
+    windows = read_calibration(Calibration(**asked["calibration"]), AutoTokenizer.from_pretrained(model))
     assert report.sparsity == pytest.approx(0.7, abs=1e-3)
     assert report.finetune.losses[0] == pytest.approx(divergence(model, "pruned/model", windows), rel=1e-4)
     assert report.finetune.teacher == str(model)

@@ -116,7 +116,7 @@ def test_text_that_the_caller_has_stands_for_the_recipes(model, pair, wanda):
 
     text = model.with_name("text.txt").read_text()
     source = DatasetSource(text=str(model.with_name("text.txt")))
-    windows = read_calibration(Draw([(source, 1.0)], samples=8, sequence_length=32), pair[1])
+    windows = read_calibration(Draw(dataset=source, samples=8, sequence_length=32), pair[1])
     expected = pruned(wanda)
     assert same(pruned({"prune": wanda["prune"]}, None, calibration=windows), expected)
     del wanda["calibration"]["dataset"]

@@ -33,16 +33,7 @@ WITHOUT_ENCODER = ("bart", "blenderbot", "marian", "mbart", "pegasus", "plbart",
 
 
 NEVER_SKIPPED = {
-    "bamba",
-    "falcon_mamba",
-    "glm_moe_dsa",
-    "jamba",
-    "llama",
-    "longcat_flash",
-    "mamba",
-    "rwkv",
-    "zamba2",
-    "zaya",
+    *["bamba", "falcon_mamba", "glm_moe_dsa", "jamba", "llama", "longcat_flash", "mamba", "rwkv", "zamba2", "zaya"]
 }
 
 
@@ -64,16 +55,9 @@ def ignored_by(kind: str) -> dict[str, Any]:
 
 
 def planned(kind: str, model: Any) -> Plan:
-    found = load_recipe(
-        {
-            **ignored_by(kind),
-            "model": kind,
-            "prune": RULES,
-            "calibration": {"dataset": "c4", "samples": 8, "sequence_length": 16},
-            "output": "out",
-        }
-    )
-    return make_plan(found, load_plugins(), model)
+    text = {"dataset": "c4", "samples": 8, "sequence_length": 16}
+    recipe = {**ignored_by(kind), "model": kind, "prune": RULES, "calibration": text, "output": "out"}
+    return make_plan(load_recipe(recipe), load_plugins(), model)
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -71,44 +72,33 @@ def refusal(planned: Any) -> Any:
 # --- which rule takes what
 
 
-def test_the_first_rule_that_matches_takes_a_linear(planned: Any) -> None:
+def test_the_first_rule_that_matches_takes_a_linear_and_linears_come_in_the_models_order(planned: Any) -> None:
     plan = planned(
         'targets: ["*.layers.1.*"], pruner: magnitude, sparsity: 0.25',
         'targets: ["*.q_proj", "*.k_proj"], pruner: wanda, sparsity: 0.5',
         'targets: ["*"], pruner: sparsegpt, pattern: "2:4"',
     )
+    assert [x.block for x in plan.linears] == [f"model.layers.{i}" for i in range(3) for _ in range(PER_BLOCK)]
     labels = {x.name: x.rule.label for x in plan.linears}
     assert labels["model.layers.1.self_attn.q_proj"] == "magnitude"
     assert labels["model.layers.0.self_attn.q_proj"] == "wanda"
-    assert labels["model.layers.2.mlp.down_proj"] == "sparsegpt"
-    assert list(labels.values()).count("magnitude") == PER_BLOCK
-    assert list(labels.values()).count("wanda") == 4
-    assert list(labels.values()).count("sparsegpt") == 10
-
-
-def test_linears_come_in_the_models_order_with_their_block_and_shape(planned: Any) -> None:
-    plan = planned(
-        'targets: ["*.mlp.*"], pruner: magnitude, sparsity: 0.5', 'targets: ["*"], pruner: magnitude, sparsity: 0.1'
-    )
-    assert [x.block for x in plan.linears] == [f"model.layers.{i}" for i in range(3) for _ in range(PER_BLOCK)]
-    first = plan.linears[0]
+    assert Counter(labels.values()) == {"magnitude": PER_BLOCK, "wanda": 4, "sparsegpt": 10}
+    first, second, *_ = plan.linears
     assert (first.name, first.shape) == ("model.layers.0.self_attn.q_proj", (64, 64))
-    assert plan.linears[1].shape == (32, 64)  # two of four key heads
+    assert second.shape == (32, 64)  # two of four key heads
     by_rule = plan.in_block("model.layers.2")
-    assert [len(names) for names in by_rule.values()] == [4, 3]
+    assert [len(names) for names in by_rule.values()] == [2, 5]
     assert {n for names in by_rule.values() for n in names} == {x.name for x in plan.linears[2 * PER_BLOCK :]}
 
 
-def test_a_star_leaves_the_head_alone_and_what_is_skipped_has_its_reason(planned: Any) -> None:
-    plan = planned('targets: ["*", "*.q_proj"], pruner: magnitude, sparsity: 0.5')
-    assert len(plan.linears) == 3 * PER_BLOCK
-    assert not {x.name for x in plan.linears} & set(plan.skipped)
-    assert plan.skipped["lm_head"] == "outside the decoder blocks; pruned only when a rule names it"
-    assert plan.skipped["model.embed_tokens"] == "an embedding, not a linear"
-
-
-def test_the_head_is_pruned_when_a_rule_names_it(planned: Any, refusal: Any) -> None:
+def test_the_head_is_pruned_only_when_a_rule_names_it_and_what_is_skipped_has_its_reason(planned: Any) -> None:
     rule = 'targets: ["{}"], pruner: magnitude, sparsity: 0.5'
+    plan = planned(rule.format("*"))
+    assert len(plan.linears) == 3 * PER_BLOCK
+    assert plan.skipped == {
+        "lm_head": "outside the decoder blocks; pruned only when a rule names it",
+        "model.embed_tokens": "an embedding, not a linear",
+    }
     for target in ("lm_head", "*lm_head"):
         plan = planned(rule.format(target))
         assert [(x.name, x.block) for x in plan.linears] == [("lm_head", "")]
@@ -140,17 +130,16 @@ def test_weights_of_the_blocks_that_no_rule_can_prune_are_warned_of(planned, mon
 
 def test_a_plan_becomes_json(planned: Any) -> None:
     plan = planned(
-        'targets: ["*.q_proj"], pruner: wanda, sparsity: 0.5, reconstruct: sparsegpt',
+        'targets: ["*.q_proj"], pruner: wanda, sparsity: 0.5, reconstruct: {pruner: alps, options: {damping: 0.2}}',
         'targets: ["*.mlp.*"], pruner: magnitude, pattern: "2:4"',
     )
+    assert [options.damping for _, options in plan.rules[0].pruners[1:]] == [0.2]
+    assert len(plan.rules[0].build()) == 2
     written = json.loads(json.dumps(plan.to_dict()))
     assert written["linears"][0] == {
-        "name": "model.layers.0.self_attn.q_proj",
-        "shape": [64, 64],
-        "pruner": "wanda+sparsegpt",
-        "pattern": "50% row",
-        "sparsity": 0.5,
-    }
+        "name": "model.layers.0.self_attn.q_proj", "shape": [64, 64], "pruner": "wanda+alps",
+        "pattern": "50% row", "sparsity": 0.5,
+    }  # fmt: skip
     assert {x["pattern"] for x in written["linears"][1:4]} == {"2:4"}
     assert {"name": "lm_head", "reason": plan.skipped["lm_head"]} in written["skipped"]
 
@@ -205,13 +194,13 @@ def test_what_is_ignored_is_left_alone_and_says_by_which_line(entry, left, plann
 
 
 def test_the_head_and_routers_may_be_ignored_though_no_star_takes_them(planned: Any) -> None:
-    for model in ("llama", "llama-tied"):
-        plan = planned(f'targets: ["*"], {MAGNITUDE}', model=model, **ignoring("lm_head"))
-        assert plan.skipped["lm_head"] == "ignored by 'lm_head' at r.yaml:3:10"
-    plan = planned(f'targets: ["*"], {MAGNITUDE}', model="mixtral", **ignoring('"*.mlp.gate"'))
-    assert plan.skipped["model.layers.2.mlp.gate"] == "ignored by '*.mlp.gate' at r.yaml:3:10"
-    assert "lm_head" in plan.skipped, "* does not spell it out"
-    assert planned(f'targets: ["*lm_head"], {MAGNITUDE}').linears[0].name == "lm_head"
+    for model, entry, name in (
+        ("llama", "lm_head", "lm_head"), ("llama-tied", "lm_head", "lm_head"),
+        ("mixtral", '"*.mlp.gate"', "model.layers.2.mlp.gate"),
+    ):  # fmt: skip
+        plan = planned(f'targets: ["*"], {MAGNITUDE}', model=model, **ignoring(entry))
+        shown = entry.replace('"', "")
+        assert plan.skipped[name] == f"ignored by '{shown}' at r.yaml:3:10"
 
 
 def test_the_targets_that_a_message_offers_for_a_mixture_of_experts_match(planned: Any, refusal: Any) -> None:
@@ -234,10 +223,8 @@ ALLOCATED = {"calibration": f"{CALIBRATION}\n{ALLOCATION}"}
 @pytest.mark.parametrize(
     ("rule", "more", "complaint"),
     [("pruner: sparsegpt, sparsity: 0.5, group: joint", {}, "sparsegpt has no group 'joint'; valid: layer, row"),
-     ("pruner: sparsegpt, group: joint", ALLOCATED, "sparsegpt has no group 'joint'"),
-     ('pruner: magnitude, pattern: "3:5"', {},
-      r"model\.layers\.0\.self_attn\.q_proj has 64 input features, not divisible by 5 \(pattern 3:5\)"),
-     ('pruner: wanda, pattern: "3:7"', ALLOCATED, "has 64 input features, not divisible by 7"),
+     ('pruner: wanda, pattern: "3:7"', ALLOCATED,
+      r"model\.layers\.0\.self_attn\.q_proj has 64 input features, not divisible by 7 \(pattern 3:7\)"),
      ("pruner: wandas, sparsity: 0.5", {"kind": PluginError}, "no pruner 'wandas'; did you mean 'wanda'?"),
      ("pruner: sparsegpt, sparsity: 0.5, options: {dampening: 0.1}", {},
       "unknown option 'dampening'; did you mean 'damping'?"),
@@ -255,8 +242,6 @@ ALLOCATED = {"calibration": f"{CALIBRATION}\n{ALLOCATION}"}
       rf"this rule does not target model\.layers\.0\.self_attn\.k_proj{_TO_WRITE}"),
      ('targets: ["*.self_attn.*"], pruner: attnprune, sparsity: 0.5', {},
       rf"this rule also targets model\.layers\.0\.self_attn\.v_proj{_TO_WRITE}"),
-     ('targets: ["*.mlp.*"], pruner: attnprune, sparsity: 0.5', {},
-      rf"this rule also targets model\.layers\.0\.mlp\.gate_proj{_TO_WRITE}"),
      ('targets: ["lm_head"], pruner: attnprune, sparsity: 0.5', {}, f"outside the decoder blocks{_TO_WRITE}"),
      ("pruner: wanda, reconstruct: attnprune, sparsity: 0.5", {}, f"this rule also targets{_TO_WRITE}"),
      ('targets: ["*.query_key_value"], pruner: attnprune, sparsity: 0.5',
@@ -266,20 +251,17 @@ ALLOCATED = {"calibration": f"{CALIBRATION}\n{ALLOCATION}"}
       r"target '\*\.q_prj' matches no linear; did you mean '\*\.q_proj'\?"),
      ('targets: ["Linear"], pruner: magnitude, sparsity: 0.5', {},
       r"target 'Linear' matches no linear; targets are names, not classes; all linears of the blocks are '\*'"),
-     ('targets: ["*head"], pruner: magnitude, sparsity: 0.5', {}, "matches no linear"),
      *((f'targets: ["{glob}"], pruner: magnitude, sparsity: 0.5', {},
         r"matches a single character, not a range of numbers; layers 10 to 12 are '\*\.1\[0-2\]\.\*'")
-       for glob in ("*.[10-12].*", "model.layers.[0-15].*", "*.layers.[!2-10].*", "*.[01-2].*")),
+       for glob in ("*.[10-12].*", "*.layers.[!2-10].*", "*.[01-2].*")),
      ('targets: ["*.q_proj"], pruner: wanda, sparsity: 0.005', {},
       r"sparsity 0\.005 drops none of the 64 weights in each row of model\.layers\.0\.self_attn\.q_proj; at least "
-      "0.015625 drops one, and 0 leaves it dense"),
-     (("pruner: magnitude, sparsity: 0.5", 'targets: ["*.q_proj"], pruner: wanda, sparsity: 0.5'), {},
-      r"target '\*\.q_proj' of prune\[1\] is shadowed: all 3 linears that it matches are already taken, "
-      r"model\.layers\.0\.self_attn\.q_proj by prune\[0\] at r\.yaml:4:5; the first matching rule wins, so put"),
+      "0.015625 drops one"),
      (('targets: ["*.self_attn.*"], pruner: magnitude, sparsity: 0.5',
        'targets: ["*.layers.0.*.up_proj"], pruner: magnitude, sparsity: 0.4',
        'targets: ["*.mlp.*", "*.layers.0.*.[qu]*_proj"], pruner: wanda, sparsity: 0.5'), {},
-      r"q_proj by prune\[0\] at r\.yaml:4:5, model\.layers\.0\.mlp\.up_proj by prune\[1\] at r\.yaml:5:5; the"),
+      r"of prune\[2\] is shadowed: all 2 linears that it matches are already taken, model\.layers\.0\.self_attn\.q_pro"
+      r"j by prune\[0\] at r\.yaml:4:5, model\.layers\.0\.mlp\.up_proj by prune\[1\] at r\.yaml:5:5; the first match"),
      ("pruner: magnitude, sparsity: 0.5, reconstruct: {pruner: attnprune, options: {mode: mask, objective: "
       "attention-matrix}}", {},
       "mode changes how attnprune selects weights, and has no effect here; leave it out"),
@@ -337,13 +319,6 @@ def test_what_is_nearly_refused_is_planned(planned: Any) -> None:
 # --- reconstruction and calibration
 
 
-def test_reconstruction_is_built_with_its_own_options(planned: Any) -> None:
-    rule = 'targets: ["*"], pruner: wanda, sparsity: 0.5, reconstruct: {pruner: sparsegpt, options: {damping: 0.2}}'
-    plan = planned(rule)
-    assert all(plan.rules[0].build())
-    assert plan.rules[0].reconstructor_options.damping == 0.2
-
-
 @pytest.mark.parametrize(
     ("broken", "complaint"),
     [({"build": lambda _: 1 / 0}, r"pruner 'wanda' could not be built: ZeroDivisionError: .* \(.*test_plan.py, line"),
@@ -374,17 +349,12 @@ def test_calibration_is_needed_when_something_is_measured_on_it(planned: Any) ->
 MIXED = ('targets: ["*.q_proj", "*.k_proj"], pruner: attnprune', 'targets: ["*"], pruner: wanda, group: layer')
 
 
-def test_a_plan_with_allocation_leaves_sparsities_open_and_keeps_groups(planned: Any) -> None:
-    plan = planned(*MIXED, calibration=f"{CALIBRATION}\n{ALLOCATION}")
-    assert plan.allocation is not None
+def test_a_plan_with_allocation_leaves_sparsities_open_keeps_groups_and_becomes_final(planned: Any) -> None:
+    plan = planned(*MIXED, **ALLOCATED)
     assert {plan.shown_pattern(x) for x in plan.linears} == {"allocated joint", "allocated layer"}
     written = json.loads(json.dumps(plan.to_dict()))
     assert written["allocation"]["target"] == 0.5
     assert {x["sparsity"] for x in written["linears"]} == {None}
-
-
-def test_an_allocated_plan_is_final(planned: Any) -> None:
-    plan = planned(*MIXED, calibration=f"{CALIBRATION}\n{ALLOCATION}")
     patterns = {x.name: Unstructured(i / 100, "layer") for i, x in enumerate(plan.linears)}
     final = plan.allocated(patterns)
     assert final.allocation is None

