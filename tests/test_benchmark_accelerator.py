@@ -9,7 +9,6 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-import torch
 
 
 @pytest.fixture(scope="module")
@@ -52,45 +51,9 @@ def test_every_stage_of_a_run_ends_on_the_device_as_on_the_cpu(program: ModuleTy
     assert [row["sparsity"] for row in rows] == [pytest.approx(0.5, abs=1e-3)] * len(rows)
 
 
-def test_an_agreement_below_one_is_seen(program: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(program, "SMALL", program.SIZES["tiny"])
-    monkeypatch.setattr(program, "METHODS", {"Wanda 50%": program.METHODS["Wanda 50%"]})
-    original, calls = program.pruned, []
-
-    def other(model: Any, size: Any, rules: Any, ids: torch.Tensor) -> Any:
-        calls.append(1)
-        return original(model, size, rules, ids if len(calls) == 1 else ids.flip(1) * 0 + 3)
-
-    monkeypatch.setattr(program, "pruned", other)
-    (row,) = program.agreements(torch.device("cpu"))
-    assert 0.4 < row["equal"] < 1.0
-
-
 def test_what_the_device_cannot_do_is_said_and_the_rest_is_measured(finished: Any) -> None:
     found, text = finished
     assert found["sections"]["2:4 products"]["rows"] == []
     assert "2:4 products need an NVIDIA GPU of compute capability 8.0, and this is cpu" in text
     assert "| magnitude 50% |" in text
     assert found["machine"] in text
-
-
-def test_a_dense_and_a_two_four_model_take_turns(finished: Any) -> None:
-    found, text = finished
-    dense, sparse = found["sections"]["tokens a second of 2 blocks"]["rows"]
-    assert [(x["model"], x["converted"], x["prompt + new"]) for x in (dense, sparse)] == [
-        ("dense", 0, "16 + 4"), ("2of4", 0, "16 + 4")
-    ]  # fmt: skip
-    assert dense["decode, x"] == 1.0
-    assert min(x[key] for x in (dense, sparse) for key in ("prefill, tokens/s", "decode, tokens/s", "prefill, x")) > 0
-    assert "| dense | 0 | 1 | 16 + 4 |" in text
-
-
-def test_an_error_in_a_section_keeps_the_rows_before_it(program: ModuleType) -> None:
-    def rows() -> Any:
-        yield {"method": "first"}
-        raise RuntimeError("CUDA error")
-
-    section = program.measured("block", rows)
-    assert section["rows"] == [{"method": "first"}]
-    assert section["not measured"] == "RuntimeError: CUDA error"
-    assert "| first |" in program.table("block", section)

@@ -41,11 +41,3 @@ def test_a_package_with_other_content_is_refused() -> None:
     )
     with pytest.raises(SystemExit, match=r"code: .* failed"):
         texts.fetched(failing)
-
-
-def test_articles_are_read_without_markup() -> None:
-    plain = "The first sentence of an article that is long enough to be taken, " * 3
-    source = (
-        f"{{{{Infobox|a={{{{b}}}}}}}}\n{plain}with a [[target|link]], ''italics''<ref>note</ref>.\n* item\n== Title =="
-    )
-    assert texts.prose(source) == f"{plain}with a link, italics."

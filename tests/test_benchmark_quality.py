@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import sys
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -44,24 +43,6 @@ def test_every_method_plans_every_linear_at_every_budget(quality, settings, budg
             assert planned.allocation.target == int(budget.rstrip("%")) / 100, name
 
 
-def test_the_best_recipes_bring_how_they_calibrate_and_train(quality, settings, tmp_path):
-    asked = settings.recipe(tmp_path / "out", **quality.METHODS["best"]("50%"))["calibration"]
-    assert (asked["samples"], asked["sequence_length"]) == (64, settings.sequence_length)
-    others = settings.recipe(tmp_path / "out", **quality.METHODS["SparseGPT"]("50%"))["calibration"]
-    assert others["samples"] == settings.samples
-    assert quality.training().items() >= {"batch_size": 2, "held_out": 4}.items()
-    assert not quality.training().keys() & {"minutes", "steps", "datasets", "samples"}
-    trained = replace(settings, training={"steps": 2, "learning_rate": 1e-4})
-    rates = [
-        trained.recipe(tmp_path / "out", **quality.METHODS[method]("60%"))["finetune"]["learning_rate"]
-        for method in ("best", "SparseGPT")
-    ]
-    assert rates == [8e-4, 1e-4]  # that of best-60, and what all others share
-    assert "finetune" not in settings.recipe(tmp_path / "out", **quality.METHODS["best"]("60%"))
-    asked = replace(trained, learning_rate=4e-4).recipe(tmp_path / "out", **quality.METHODS["best"]("60%"))
-    assert asked["finetune"]["learning_rate"] == 4e-4
-
-
 @pytest.fixture
 def measure(quality, settings, tmp_path, monkeypatch):
     monkeypatch.setenv("COMPRESSX_CACHE", str(tmp_path / "cache"))
@@ -80,32 +61,6 @@ def measure(quality, settings, tmp_path, monkeypatch):
             quality.main()
 
     return measure
-
-
-def interrupted(recipe):
-    def progress(stage, done, total, note=""):
-        if (stage, done) == ("prune", 2):
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        run(recipe, plugins=load_plugins(), progress=progress)
-
-
-@pytest.mark.slow
-def test_a_row_that_was_cut_is_gone_on_with(quality, settings, measure, tmp_path, capfd):
-    row = ("--methods", "Wanda", "--budgets", "50%")
-    folder = quality.unfinished(tmp_path / "q", "Wanda-50")
-    interrupted(settings.recipe(folder / "out", **quality.METHODS["Wanda"]("50%")))
-    (state,) = folder.glob(".out.partial-*/state.json")
-    told = state.read_text()
-    state.write_text(told.replace('"finished"', '"finish"'))
-    with pytest.raises(SystemExit, match="failed"):
-        measure(*row, by_process=True)
-    assert "state.json is damaged" in capfd.readouterr().err.replace("\n", "")
-    state.write_text(told)
-    measure(*row)
-    assert "[1/1] Wanda, 50%: perplexity" in capfd.readouterr().out
-    assert not folder.exists()
 
 
 @pytest.mark.slow

@@ -68,21 +68,6 @@ def test_the_gradient_of_each_seed_is_that_of_finite_differences(program, model,
         torch.testing.assert_close(along, (up - down) / (2 * step), rtol=1e-4, atol=1e-7)
 
 
-def test_a_label_is_that_of_the_majority_of_the_relevant_tokens(program, monkeypatch):
-    monkeypatch.setattr(program, "SIGMA", 0.0)
-    data = program.draw(3, 40, relevant=0.6, noisy=0.0)
-    patterns = torch.linalg.qr(torch.randn(10, 5, generator=torch.Generator().manual_seed(3))).Q
-    torch.testing.assert_close(patterns.T @ patterns, torch.eye(5))
-    shares = data.tokens @ patterns  # one-hot
-    carried = shares.round().sum(dim=1)
-    assert (data.relevant == (shares[..., :2].sum(dim=-1) > 0.5)).all()
-    assert (data.relevant.sum(dim=-1) == 30).all()
-    assert set(data.labels.tolist()) == {-1.0, 1.0}
-    assert (carried[:, 0] == torch.where(data.labels > 0, 18, 12)).all()
-    assert (carried[:, 1] == torch.where(data.labels > 0, 12, 18)).all()
-    assert (carried[:, 2:].sum(dim=-1) == 20).all()
-
-
 def test_each_removal_takes_as_many_tokens_of_its_own_kind(program, model, data):
     trained = program.Model(*(w.float() for w in model))
     left = {removal: program.without(data, removal, trained) for removal in program.REMOVALS}
@@ -96,14 +81,6 @@ def test_each_removal_takes_as_many_tokens_of_its_own_kind(program, model, data)
         assert all(len(few) == 35 and few < many for few, many in zip(after, before, strict=True))
     assert (left["irrelevant"].relevant.sum(dim=-1) == 30).all()
     assert (left["noisiest"].noise.amax(dim=-1) <= data.noise.sort(dim=-1).values[..., 34]).all()
-    assert left["random"].relevant.sum(dim=-1).float().mean() == pytest.approx(21, abs=3)
-    paid = trained.attention(data.tokens).sum(dim=2)  # to each token by all tokens of its sample
-    tokens = zip(data.tokens.flatten(0, 1).tolist(), paid.flatten(0, 1).tolist(), strict=True)
-    for (sample, weights), few in zip(tokens, left["least attended"].tokens.flatten(0, 1).tolist(), strict=True):
-        kept = [tuple(x) in {tuple(x) for x in few} for x in sample]
-        assert min(w for w, k in zip(weights, kept, strict=True) if k) > max(
-            w for w, k in zip(weights, kept, strict=True) if not k
-        )
 
 
 def run(program: ModuleType, monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
@@ -128,67 +105,8 @@ def test_the_command_writes_its_files_and_ends_with_status_1_if_a_claim_does_not
     table = path.with_suffix(".md").read_text(encoding="utf-8")
     assert "DOES NOT HOLD" in table
     assert table in capsys.readouterr().out
-    assert path.with_suffix(".svg").read_text(encoding="utf-8").count("tokens removed") >= 1
     with path.open(newline="", encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
-    assert len(rows) == (6 * 4 + 7) * 3 * 2  # the first curve has seven more measures, with and without neurons
-    assert {(r["step"], r["seed"]) for r in rows} == {(s, seed) for s in ("0", "10", "20") for seed in "01"}
-    first = {r["seed"]: r["value"] for r in rows if (r["curve"], r["measure"], r["step"]) == ("none", "test loss", "0")}
-    assert all(float(value) == pytest.approx(1.0, abs=0.05) for value in first.values())
-    assert len(set(first.values())) == 2
-
-
-def test_an_interval_is_that_of_students_t(program):
-    mean, half = program.interval(torch.tensor([[1.0, 2.0, 4.0], [3.0, 3.0, 3.0]]))
-    torch.testing.assert_close(mean, torch.tensor([7 / 3, 3.0], dtype=torch.float64))
-    torch.testing.assert_close(half, torch.tensor([4.302653 * (7 / 9) ** 0.5, 0.0], dtype=torch.float64))
-
-
-AS_CLAIMED = {
-    "attention": 0.2,
-    "none": 0.0,
-    "random": 0.2,
-    "irrelevant": -0.3,
-    "noisiest": -0.2,
-    "least attended": -0.1,
-}
-HALVES_AS_CLAIMED = {"smallest": 0.1, "random": 0.3, "largest": 0.5}
-
-
-@pytest.mark.parametrize(
-    ("tokens", "halves", "failed"),
-    [
-        ({}, {}, []),
-        ({"attention": 0.0}, {}, ["training increases"]),
-        ({"random": -0.2}, {}, ["removing random tokens"]),
-        ({"irrelevant": -0.1, "least attended": 0.0}, {}, ["removing the least attended"]),
-        (
-            {"irrelevant": 0.0, "least attended": 0.1},
-            {},
-            ["removing irrelevant tokens lowers the", "removing the least"],
-        ),
-        ({"noisiest": 0.0}, {}, ["removing the noisiest"]),
-        ({"least attended": -0.3}, {}, ["removing irrelevant tokens lowers it more"]),
-        ({}, {"smallest": 0.3}, ["removing the smallest"]),
-        ({}, {"largest": 0.3}, ["removing the largest"]),
-    ],
-)
-def test_each_claim_fails_if_its_change_is_missing_and_no_other(program, tokens, halves, failed):
-    flat = torch.ones(2, 3)
-
-    def change(by: float, spread: float = 0.01) -> Tensor:
-        return torch.stack([flat[0], flat[0] + by + torch.tensor([-spread, 0.0, spread])])
-
-    by = AS_CLAIMED | tokens
-    found = {name: {"test loss": change(value), "attention": change(value)} for name, value in by.items()}
-    found["none"]["test loss"] = flat
-    # Another spread: equal means have a difference within each seed, whose interval contains zero.
-    found["irrelevant"]["test loss"] = change(by["irrelevant"], 0.02)
-    for half, value in (HALVES_AS_CLAIMED | halves).items():
-        found["attention"][f"test loss without the {half} neurons"] = change(value, 0.02 if half == "random" else 0.01)
-    found_to_fail = [claim for claim, held in program.claims(found).items() if not held]
-    assert len(found_to_fail) == len(failed)
-    assert all(claim.startswith(start) for claim, start in zip(found_to_fail, failed, strict=True))
+        assert len(list(csv.DictReader(file))) == (6 * 4 + 7) * 3 * 2  # a row of each measure, step and seed
 
 
 @pytest.mark.slow
