@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from compressx.cli import cli
+from compressx.evaluation.bench import Speeds
 
 COLUMNS = ("model", "type", "bytes", "prefill", "decode", "times prefill", "times decode")
 _MARKERS = "os^Dv*PX"
@@ -59,11 +60,11 @@ def perplexities(file: Path, texts: Mapping[str, str], samples: int, length: int
 
 def speeds(files: Sequence[Path], *asked: object) -> list[dict[str, float]]:
     """Time all files in turn; ratios are medians of those within a round."""
-    told = json.loads(compressx("bench", *files, "--json", *asked))
+    found = Speeds(**json.loads(compressx("bench", *files, "--json", *asked)))
     return [
-        {stage: model[stage]["tokens_per_second"]["median"] for stage in told["tokens"]}
-        | {f"times {stage}": model[stage]["ratio"]["median"] for stage in told["tokens"]}
-        for model in told["models"]
+        {stage: found.rate(i, stage).median for stage in found.tokens}
+        | {f"times {stage}": found.ratio(i, stage).median for stage in found.tokens}
+        for i in range(len(files))
     ]
 
 

@@ -391,7 +391,9 @@ def test_the_readme_has_one_recipe_and_it_runs(model):
     if "token_perplexity" in (recipe.evaluate or {}):
         overrides.append(f"evaluate.token_perplexity={{dataset: {_TEXT_FILE}, sequence_length: 16, samples: 2}}")
     if "lm_eval" in (recipe.evaluate or {}):
-        overrides.append(f"evaluate.lm_eval={{tasks: [{{name: docs, dataset: {_TEXT_FILE}}}], limit: 1}}")
+        overrides.append(
+            f"evaluate.lm_eval={{tasks: [{_ROOT}/recipes/tasks/python_docs.yaml], trust_task_code: true, limit: 1}}"
+        )
     _compressx("run", "recipe.yaml", *[a for o in overrides for a in ("--set", o)])
     assert _pruners() == {r.pruner + (f"+{r.reconstruct.pruner}" if r.reconstruct else "") for r in recipe.prune}
     assert set(json.loads(Path("out/report.json").read_text())["evaluation"]) == {"dense", "pruned"}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
@@ -49,7 +49,7 @@ class Evaluator(Protocol):
         """Measure a model.
 
         Returns:
-            Figures under names of their own, such as `{"mine": {"accuracy": 0.6}}`; evaluators may add to one mapping.
+            Figures under names of their own, such as `{"mine": {"accuracy": 0.6}}`.
         """
 
 
@@ -83,6 +83,7 @@ class EvaluatorSpec:
         options: pydantic model of what is below that key; unknown options are refused whatever its own config says.
         build: makes the evaluator from validated options.
         prompts: whether it calls `EvaluatedModel.selection`.
+        figures: from validated options, names that `evaluate` returns; two evaluators of a recipe may not share one.
     """
 
     name: str
@@ -90,3 +91,4 @@ class EvaluatorSpec:
     options: type[BaseModel]
     build: Callable[[Any], Evaluator]
     prompts: bool = False
+    figures: Callable[[Any], Iterable[str]] = lambda _: ()

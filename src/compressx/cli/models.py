@@ -112,10 +112,9 @@ def init_command(host: Host, source: ModelSource, output: Path | None, pruner: s
 @takes_model
 def apply_command(masks: Path, source: ModelSource, output: Path, original: bool) -> None:
     """Apply saved MASKS to MODEL, any checkpoint with the same shapes, and save it."""
-    from compressx.cli import tables, terminal
     from compressx.evaluation.saved import apply_masks
 
-    terminal.show(*tables.of_applied(apply_masks(masks, source, output, original=original), output))
+    click.echo(apply_masks(masks, source, output, original=original))
 
 
 @click.command("inspect", epilog="Example: compressx inspect runs/one --json")
@@ -260,7 +259,7 @@ def bench_command(models: tuple[str, ...], dtype: str, trust_remote_code: bool, 
     sources = [source_of(model, dtype=dtype, trust_remote_code=trust_remote_code) for model in models]
     with terminal.under_way() as tell:
         speeds = time_in_turn(sources, **asked, progress=tell)
-    show_or_json(speeds.to_dict(), speeds.sections(), as_json=as_json)
+    show_or_json(dataclasses.asdict(speeds), speeds.sections(), as_json=as_json)
 
 
 @click.command("export", epilog="Example: compressx export runs/one --like recipe.yaml --type Q8_0 -o one.gguf")

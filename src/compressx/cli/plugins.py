@@ -50,10 +50,9 @@ def _of_plugins(records: Sequence[PluginRecord]) -> Iterator[Section]:
 @click.pass_obj
 def plugins_new(host: Host, name: str, kind: str, folder: Path) -> None:
     """Write a plugin package compressx-NAME with a working example called NAME of a kind, and its tests."""
-    from compressx.plugins.scaffold import check_plugin_name, new_plugin
+    from compressx.plugins.scaffold import new_plugin
     from compressx.runtime.errors import PluginError
 
-    check_plugin_name(name)
     loaded = host.plugins()
     if any(name in offered for offered in loaded.offers.values()) or any(name == r.name for r in loaded.records):
         raise PluginError(f"{name!r} exists already, as a plugin or in one; choose another name")
@@ -77,10 +76,9 @@ def plugins_check(host: Host, name: str, options: tuple[str, ...], architectures
     from compressx.cli import terminal
     from compressx.recipe.document import assignments
     from compressx.recipe.validation import validate_options
-    from compressx.testing.conformance import conformance, known_architectures
+    from compressx.testing.conformance import ARCHITECTURES, conformance
 
     specs = host.plugins().named(name)
-    chosen = known_architectures(architectures)
     given = assignments(options)
     failed = False
     for spec in specs:
@@ -88,7 +86,7 @@ def plugins_check(host: Host, name: str, options: tuple[str, ...], architectures
     for spec in specs:
         found: list[Outcome] = []
         with terminal.under_way() as tell:
-            for outcome in conformance(spec, options=given, architectures=chosen):
+            for outcome in conformance(spec, options=given, architectures=architectures or ARCHITECTURES):
                 found.append(outcome)
                 tell(f"checking {spec.name} on {outcome.architecture}: {outcome.check}")
         terminal.show(*_of_checks(spec.name, found))

@@ -16,10 +16,7 @@ from compressx.plugins.kinds import EXPORTER
 from compressx.report.section import Column, Section, Value, estimates, table
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from compressx.api.evaluator import Figures
-    from compressx.evaluation.saved import Applied
     from compressx.masks.inspect import Inspected, Inspection
     from compressx.models.packed_folder import Sizes
     from compressx.pipeline.timed import RunTime
@@ -132,12 +129,6 @@ def of_answer(answer: Answer, selector: str | None) -> Iterator[Section]:
         return
     how = f"{selector} ({answer.reason})" if answer.reason else selector
     yield Section(note=f"read {answer.kept_tokens} of the prompt's {answer.prompt_tokens} tokens, chosen by {how}")
-
-
-def of_applied(applied: Applied, output: Path) -> Iterator[Section]:
-    """Yield what putting masks on a model changed."""
-    on, dropped = f"masks on {applied.masked} of {applied.linears} linears", sum(applied.before.values())
-    yield Section(note=f"{on}: {dropped} weights became {applied.became}; written to {output}")
 
 
 def of_inspection(found: Inspection) -> Iterator[Section]:

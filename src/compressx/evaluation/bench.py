@@ -8,8 +8,9 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, TypeAlias
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import psutil
 import torch
@@ -25,9 +26,6 @@ from compressx.report.section import Column, Section, Spread, table
 from compressx.runtime.errors import RecipeError, UnsupportedModelError, one_line
 from compressx.runtime.machine import machine
 from compressx.runtime.timing import synchronize
-
-Timer: TypeAlias = Callable[[], dict[str, float]]
-"""Reads the prompt and writes after it once, and returns the seconds of `prefill` and `decode`."""
 
 
 @dataclass(frozen=True)
@@ -53,18 +51,6 @@ class Speeds:
     def ratio(self, model: int, stage: str) -> Spread:
         """Return how many times as fast as the first model it was, each round compared with its own."""
         return Spread.of([a / b for a, b in zip(self.seconds[0][stage], self.seconds[model][stage], strict=True)])
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain data, for JSON."""
-        models = [
-            {"name": name, **{
-                stage: {"tokens_per_second": asdict(self.rate(i, stage)), "ratio": asdict(self.ratio(i, stage)),
-                        "seconds": self.seconds[i][stage]}
-                for stage in self.tokens
-            }}
-            for i, name in enumerate(self.names)
-        ]  # fmt: skip
-        return {"machine": self.machine, "tokens": self.tokens, "models": models}
 
     def sections(self) -> Iterator[Section]:
         """Yield a table with a row for each model, and which of its ratios say nothing."""
@@ -120,25 +106,20 @@ def time_in_turn(
         check_room(skeleton, prompt, new, f"{name}: --prompt-tokens {prompt}, --new-tokens {new}")
         vocabulary = int(text_config(skeleton).vocab_size)
         ids.append(torch.randint(vocabulary, (1, prompt), generator=torch.Generator().manual_seed(0)))
-    timers: list[Timer] = []
+    timers: list[Callable[[], tuple[dict[str, float], Any]]] = []  # each returns the seconds of its stages first
     for name, checkpoint, tokens in zip(names, checkpoints, ids, strict=True):
         progress(f"loading {name}")
         if checkpoint.file is None:
-            timers.append(_in_torch(checkpoint, tokens.to(where), new))
+            timers.append(partial(timed, load_model(checkpoint).to(where), tokens.to(where), new))
         else:
             timers.append(_in_llama_cpp(name, checkpoint, tokens, new, threads))
     seconds: list[dict[str, list[float]]] = [{"prefill": [], "decode": []} for _ in timers]
     for turn in range(1 + rounds):
         for name, timer, measured in zip(names, timers, seconds, strict=True):
             progress(f"round {turn} of {rounds}: {name}")
-            for stage, took in timer().items():
+            for stage, took in timer()[0].items():
                 measured[stage] += [took] if turn else []
     return Speeds(machine(where), {"prefill": prompt, "decode": new - 1}, names, seconds)
-
-
-def _in_torch(checkpoint: Checkpoint, ids: Tensor, new: int) -> Timer:
-    model = load_model(checkpoint).to(ids.device)
-    return lambda: timed(model, ids, new)[0]
 
 
 @torch.no_grad()
@@ -180,7 +161,9 @@ def timed(
     return {"prefill": read - started, "decode": clock() - read}, torch.cat(written, dim=1)
 
 
-def _in_llama_cpp(name: str, checkpoint: Checkpoint, ids: Tensor, new: int, threads: int | None) -> Timer:
+def _in_llama_cpp(
+    name: str, checkpoint: Checkpoint, ids: Tensor, new: int, threads: int | None
+) -> Callable[[], tuple[dict[str, float], Any]]:
     """Load a GGUF file in llama.cpp, which itself says how long it read and wrote."""
     try:
         import xllamacpp
@@ -200,13 +183,13 @@ def _in_llama_cpp(name: str, checkpoint: Checkpoint, ids: Tensor, new: int, thre
         ) from error
     greedy = {"temperature": 0.0, "samplers": ["top_k"], "top_k": 1, "ignore_eos": True, "cache_prompt": False}
 
-    def timer() -> dict[str, float]:
+    def timer() -> tuple[dict[str, float], Any]:
         took = server.handle_completions({"prompt": prompt, "n_predict": new, **greedy})["timings"]
         if (took["prompt_n"], took["predicted_n"]) != (len(prompt), new):
             raise UnsupportedModelError(
                 f"{name}: llama.cpp read {took['prompt_n']} and wrote {took['predicted_n']} tokens, not {len(prompt)} "
                 f"and {new}"
             )
-        return {"prefill": took["prompt_ms"] / 1e3, "decode": took["predicted_ms"] / 1e3}
+        return {"prefill": took["prompt_ms"] / 1e3, "decode": took["predicted_ms"] / 1e3}, None
 
     return timer

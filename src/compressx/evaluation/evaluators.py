@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -82,22 +82,31 @@ def check_evaluators(
     The model has no weights; it and the tokenizer may be None. Without the document with the `evaluate`
     section, messages have no places.
     """
+    owners: dict[str, str] = {}
     for name, options in settings.items():
-
-        @contextmanager
-        def at(*loc: Step, name: str = name) -> Any:
-            with mistakes.collected():
-                if document is None:
-                    yield
-                    return
-                with document.at("evaluate", name, *loc):
-                    yield
-
+        at = functools.partial(_collected, mistakes, document, name)
         with at():
-            evaluator = _built(plugins.find(EVALUATOR, name), options)
+            spec = plugins.find(EVALUATOR, name)
+            with blamed_on(f"figures of evaluator {name!r} failed"):
+                figures = [*spec.figures(options)]
+            for figure in figures:
+                if figure in owners:
+                    raise RecipeError(
+                        f"{owners[figure]} and {name} both name what they measure {figure!r}; choose another name, or "
+                        "leave one out"
+                    )
+                owners[figure] = name
+            evaluator = _built(spec, options)
             if isinstance(evaluator, ReadingEvaluator):
                 with blamed_on(f"check of evaluator {name!r} failed"):
                     evaluator.check(model, tokenizer, at)
+
+
+@contextmanager
+def _collected(mistakes: Mistakes, document: PlacedValue | None, name: str, *loc: Step) -> Iterator[None]:
+    """Collect an error, with the place of an evaluator's option if there is a document."""
+    with mistakes.collected(), nullcontext() if document is None else document.at("evaluate", name, *loc):
+        yield
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,21 +160,14 @@ def read_evaluators(settings: Options, plugins: Plugins, tokenizer: Any, model: 
         CalibrationError: text that cannot be read, is too short, or has tokens that the model lacks.
         PluginError: an evaluator that fails.
     """
-    return tuple(
-        ready(plugins.find(EVALUATOR, name), options, tokenizer, model, plugins.code_of(EVALUATOR, name))
-        for name, options in settings.items()
-    )
-
-
-def ready(
-    spec: EvaluatorSpec, options: BaseModel, tokenizer: Any, model: Any, code: str | None = None
-) -> ReadyEvaluator:  # fmt: skip
-    """Build an evaluator and let it read its text."""
-    evaluator, text = _built(spec, options), None
-    if isinstance(evaluator, ReadingEvaluator):
-        with blamed_on(f"read of evaluator {spec.name!r} failed"):
-            text = evaluator.read(model, tokenizer)
-    return ReadyEvaluator(spec.name, options, evaluator, text, code)
+    found = []
+    for name, options in settings.items():
+        evaluator, text = _built(plugins.find(EVALUATOR, name), options), None
+        if isinstance(evaluator, ReadingEvaluator):
+            with blamed_on(f"read of evaluator {name!r} failed"):
+                text = evaluator.read(model, tokenizer)
+        found.append(ReadyEvaluator(name, options, evaluator, text, plugins.code_of(EVALUATOR, name)))
+    return tuple(found)
 
 
 def run_evaluators(
@@ -188,18 +190,12 @@ def run_evaluators(
     for evaluator in evaluators:
         key = None if fingerprint is None else _key(evaluator, access, tokenizer, selecting, fingerprint)
         measure = functools.partial(evaluator.evaluate, model)
-        for name, value in (measure() if key is None else cached(key, measure, "evaluations", _FIGURES)).items():
-            earlier = found.get(name, {})
-            if isinstance(value, Mapping) and isinstance(earlier, Mapping):
-                twice = [f"{name} {of}" for of in value if of in earlier]
-                found[name] = {**earlier, **value}
-            else:
-                twice = [name] if name in found else []
-                found[name] = value
-            if twice:
-                raise PluginError(
-                    f"evaluator {evaluator.name!r} returned {twice[0]!r}, which is measured already; leave one out"
-                )
+        figures = measure() if key is None else cached(key, measure, "evaluations", _FIGURES)
+        if twice := found.keys() & figures.keys():
+            raise PluginError(
+                f"evaluator {evaluator.name!r} returned {min(twice)!r}, which is measured already; leave one out"
+            )
+        found |= figures
     return found
 
 

@@ -1,38 +1,31 @@
-"""The evaluator `lm_eval`: tasks of lm-evaluation-harness, by name, by YAML file and from a dataset."""
+"""The evaluator `lm_eval`: tasks of lm-evaluation-harness, by name and by YAML file."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import difflib
-import json
 import logging
 import math
 import random
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from hashlib import sha256
+from collections.abc import Callable, Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from unittest.mock import patch
 
 import torch
-from pydantic import Discriminator, Field, StrictBool, StrictInt, Tag, constr, model_validator
+from pydantic import Field, StrictBool, StrictInt, constr
 
 from compressx.api.evaluator import At, EvaluatedModel, EvaluatorSpec, Figures
 from compressx.api.hooks import hookimpl
-from compressx.data.documents import as_dataset, texts
-from compressx.data.windows import token_ids
-from compressx.evaluation.token_perplexity import FIGURES
 from compressx.models.blockwise import evaluation_mode
 from compressx.models.generate import check_ids
 from compressx.prompts.selection import ReadySelector
 from compressx.prompts.templates import around_text
-from compressx.recipe.sources import DatasetField
-from compressx.recipe.validation import Strict, refuse_if
+from compressx.recipe.validation import Strict
 from compressx.runtime.cache import cached
-from compressx.runtime.errors import CalibrationError, RecipeError, one_line
+from compressx.runtime.errors import CalibrationError, RecipeError, one_line, suggestion
 from compressx.runtime.quiet import quiet_libraries
 
 _log = logging.getLogger(__name__)
@@ -46,37 +39,13 @@ _YAML = (".yaml", ".yml")
 _TASK_TEXT = "the text of a task of lm_eval"
 _ADD_EOS = "give bos_token and eos_token in its tokenizer_config.json"
 
-ROLLING_METRICS = ("word_perplexity", "byte_perplexity", "bits_per_byte")
-"""The metrics of a `loglikelihood_rolling` task, per whitespace-separated word and per UTF-8 byte."""
-
-
-class RollingTask(Strict):
-    """A dataset as an lm-eval `loglikelihood_rolling` task."""
-
-    name: str = Field(min_length=1, description="its name in the report")
-    dataset: DatasetField
-
-
-def _kind_of_task(value: object) -> str | None:
-    if isinstance(value, str):
-        return "<name>"
-    return "<dataset>" if isinstance(value, Mapping | RollingTask) else None
-
-
-TaskField = Annotated[
-    Annotated[str, Tag("<name>")] | Annotated[RollingTask, Tag("<dataset>")],
-    Discriminator(
-        _kind_of_task,
-        custom_error_type="task",
-        custom_error_message="the name of an lm-eval task, the path of a task YAML, or {name, dataset}",
-    ),
-]
-
 
 class LmEval(Strict):
-    """Tasks of lm-evaluation-harness: by name, by path of a task YAML, or from a dataset."""
+    """Tasks of lm-evaluation-harness: by name, or by path of a task YAML."""
 
-    tasks: list[TaskField] = Field(min_length=1, examples=[["wikitext"]])
+    tasks: list[str] = Field(
+        min_length=1, description="names of tasks, and paths of task YAMLs", examples=[["wikitext"]]
+    )
     trust_task_code: StrictBool = Field(
         False, description="run task YAMLs, which can run code; only if you trust them and what they name"
     )
@@ -94,22 +63,7 @@ class LmEval(Strict):
     @property
     def files(self) -> list[str]:
         """The tasks that are given as files."""
-        return [task for task in self.tasks if isinstance(task, str) and task.endswith(_YAML)]
-
-    @model_validator(mode="after")
-    def _refuse_names_taken_and_keys_without_effect(self) -> LmEval:
-        names = [task if isinstance(task, str) else task.name for task in self.tasks]
-        taken = next((name for name in names if names.count(name) > 1 or name in FIGURES), None)
-        told = f"a task cannot be named {taken!r}, as another task or a metric is; choose another name"
-        refuse_if(taken is not None, told, "tasks")
-        own = next((task.name for task in self.tasks if isinstance(task, RollingTask)), None)
-        given = [n for n in ("num_fewshot", "apply_chat_template") if getattr(self, n)]
-        told = (
-            f"{' and '.join(given)} cannot apply to the task {own!r}, which is a dataset: its documents are scored as "
-            "they are, without questions; remove the key, or measure the dataset by token_perplexity"
-        )
-        refuse_if(own is not None and given, told, *given)
-        return self
+        return [task for task in self.tasks if task.endswith(_YAML)]
 
 
 class HarnessEvaluator:
@@ -119,57 +73,44 @@ class HarnessEvaluator:
         self.options = options
 
     def check(self, model: Any | None, tokenizer: Any | None, at: At) -> None:
-        """Refuse tasks that the harness lacks, files that are not trusted, and a tokenizer without what it needs."""
         for i, task in enumerate(self.options.tasks):
             with at("tasks", i):
                 if task in self.options.files:
-                    check_trusted(str(task), trusted=self.options.trust_task_code)
-                elif isinstance(task, str):
-                    check_known(task)
+                    _check_file(task, trusted=self.options.trust_task_code)
+                elif task not in (names := task_index()):
+                    raise RecipeError(
+                        f"lm_eval.tasks: no task is named {task!r}; {suggestion(task, names)}`lm-eval ls tasks` lists "
+                        "them all, and a task of your own is given as the path of its .yaml file"
+                    )
         if tokenizer is not None:
             check_tokenizer(self.options, tokenizer, model)
 
-    def read(self, model: Any, tokenizer: Any) -> dict[str, list[str]]:
-        """Return the documents of each rolling task, by name."""
-        tasks = [task for task in self.options.tasks if isinstance(task, RollingTask)]
-        # The harness counts one word in a document without words.
-        rolling = {t.name: [d for d in texts(t.dataset, "evaluation") if d.strip()] for t in tasks}
-        for name, read in rolling.items():
-            check_ids(model, token_ids(read, tokenizer), tokenizer, f"the text of task {name}")
-        return rolling
+    def read(self, model: Any, tokenizer: Any) -> None:
+        """Read nothing: the harness does."""
 
-    def fingerprint(self, text: Mapping[str, Sequence[str]]) -> list[str] | None:
-        """Return a hash of each dataset; None if there is a task file, since it may read whatever it likes."""
-        if self.options.files:
-            return None
-        return [sha256(json.dumps([name, read]).encode()).hexdigest() for name, read in text.items()]
+    def fingerprint(self, text: None) -> list[str] | None:  # noqa: ARG002 - the names of the tasks say all
+        """Return the tasks; None if there is a file, since it may read whatever it likes."""
+        return None if self.options.files else self.options.tasks
 
     def evaluate(self, model: EvaluatedModel) -> Figures:
-        """Return the metrics of each task or group, such as `{"arc_easy": {"acc": 0.61, "acc_stderr": 0.01}}`.
-
-        If exactly one task has them, `word_perplexity`, `byte_perplexity` and `bits_per_byte` are there by themselves.
-        """
+        """Return the metrics of each task or group, such as `{"arc_easy": {"acc": 0.61, "acc_stderr": 0.01}}`."""
         with model.access.whole() as whole, evaluation_mode(whole):
-            tasks = run_tasks(whole, model.tokenizer, self.options, model.text, model.selection)
-        rolling = [metrics for metrics in tasks.values() if "word_perplexity" in metrics]
-        alone = rolling[0] if len(rolling) == 1 else {}
-        return {**tasks, **{name: alone[name] for name in ROLLING_METRICS if name in alone}}
+            return run_tasks(whole, model.tokenizer, self.options, model.selection)
 
 
 @hookimpl
 def compressx_evaluators() -> list[EvaluatorSpec]:
     """Offer the evaluator to recipes."""
-    return [EvaluatorSpec("lm_eval", "tasks of lm-evaluation-harness", LmEval, HarnessEvaluator, prompts=True)]
+    summary = "tasks of lm-evaluation-harness"
+    return [
+        EvaluatorSpec("lm_eval", summary, LmEval, HarnessEvaluator, prompts=True, figures=lambda given: given.tasks)
+    ]
 
 
 def check_tokenizer(settings: LmEval, tokenizer: Any, model: Any) -> None:
     """Check that the tokenizer has what the harness needs; the model may be without weights.
 
     The model's config often has BOS and EOS, too, but as defaults of its class, which may be other tokens here.
-
-    Raises:
-        RecipeError: neither BOS nor EOS, or no chat template that is to be applied.
-        CalibrationError: a template that writes tokens that the model does not know.
     """
     if tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
         raise RecipeError(f"lm_eval begins texts with BOS or EOS, and the tokenizer has neither; {_ADD_EOS}")
@@ -187,20 +128,12 @@ def check_tokenizer(settings: LmEval, tokenizer: Any, model: Any) -> None:
 
 
 def run_tasks(
-    model: Any, tokenizer: Any, settings: LmEval, rolling: Mapping[str, Sequence[str]],
-    selection: Callable[[], ReadySelector] | None = None,
-) -> dict[str, dict[str, float]]:  # fmt: skip
+    model: Any, tokenizer: Any, settings: LmEval, selection: Callable[[], ReadySelector] | None = None
+) -> dict[str, dict[str, float]]:
     """Run tasks through lm-evaluation-harness, quietly, on a model in evaluation mode.
 
-    `rolling` has the documents of each `RollingTask`, by name, which are scored in windows of the model's maximum
-    length. `selection` returns what shortens the prompts of tasks that generate text; it is called if there are any.
-
-    Returns:
-        Metrics by task or group, with standard errors where available (`acc_stderr`).
-
-    Raises:
-        CalibrationError: a task's dataset cannot be fetched, or a perplexity is not finite.
-        RecipeError: a name that the harness does not know.
+    `selection` returns what shortens the prompts of tasks that generate text; it is called if there are any. Metrics by
+    task or group are returned, with standard errors where available (`acc_stderr`).
     """
     on_cpu = model.device.type == "cpu"  # where the harness would try larger batches until the process is killed
     batch_size = 4 if settings.batch_size == "auto" and on_cpu else settings.batch_size
@@ -208,7 +141,7 @@ def run_tasks(
     with quiet_libraries(), _random_states_restored():
         from lm_eval.evaluator import simple_evaluate
 
-        specs, manager = _harness_tasks(settings, rolling)
+        specs, manager = _harness_tasks(settings)
         try:
             with (
                 # Bootstrap in this process: a pool would fork it while torch's threads run.
@@ -240,13 +173,14 @@ def run_tasks(
     return {name: _metrics(name, metrics) for name, metrics in results["results"].items()}
 
 
-def _harness_tasks(settings: LmEval, rolling: Mapping[str, Sequence[str]]) -> tuple[list[Any], Any]:
+def _harness_tasks(settings: LmEval) -> tuple[list[str], Any]:
     """Return the tasks as the harness takes them, and its manager of tasks: many seconds where it indexes its own."""
     from lm_eval.tasks import TaskManager
 
     groups = {file: name for file in settings.files if (name := _group_in(file))}
-    specs = [_harness_task(task, groups, rolling) for task in settings.tasks]
-    names = [spec for spec in specs if isinstance(spec, str) and not spec.endswith(_YAML)]
+    # A group in a file is named, another file is given as its path, and a name is the file that has the task.
+    specs = [groups.get(t) or (t if t.endswith(_YAML) else task_index()[t] or t) for t in settings.tasks]
+    names = [spec for spec in specs if not spec.endswith(_YAML)]
     folders = [str(Path(file).expanduser().parent) for file in groups]  # may hold tasks of the group
     manager = TaskManager(include_defaults=bool(names), include_path=folders or None)
     if absent := [name for name in names if name not in manager.task_index]:  # the harness would take these for paths
@@ -291,25 +225,10 @@ def _metrics(task: str, metrics: Mapping[str, Any]) -> dict[str, float]:
     """Extract the metrics: `acc,none` becomes `acc`; other filters stay in the name."""
     measured = {name.removesuffix(",none"): value for name, value in metrics.items() if "," in name}
     numbers = {name: float(value) for name, value in measured.items() if not isinstance(value, str)}
-    for name in ROLLING_METRICS:
+    for name in ("word_perplexity", "byte_perplexity", "bits_per_byte"):
         if not math.isfinite(numbers.get(name, 0.0)):
             raise CalibrationError(f"task {task}: {name} is {numbers[name]}; the model's weights are broken")
     return numbers
-
-
-def _harness_task(task: str | RollingTask, groups: Mapping[str, str], rolling: Mapping[str, Sequence[str]]) -> Any:
-    """Return a task as the harness takes it: the path of a file, the name of a group, or a configuration."""
-    if isinstance(task, str):
-        return groups.get(task) or (task if task.endswith(_YAML) else task_index()[task] or task)
-    dataset = as_dataset([{"text": document} for document in rolling[task.name]])
-    return {
-        "task": task.name,
-        "custom_dataset": lambda **_: {"test": dataset},
-        "test_split": "test",
-        "output_type": "loglikelihood_rolling",
-        "doc_to_text": "",
-        "doc_to_target": lambda document: document["text"],  # a string would be a template
-    }
 
 
 def _group_in(file: str) -> str | None:
@@ -334,7 +253,7 @@ def _random_states_restored() -> Iterator[None]:
         np.random.set_state(numpy_state)
 
 
-def check_trusted(file: str, *, trusted: bool) -> None:
+def _check_file(file: str, *, trusted: bool) -> None:
     """Refuse a task file that is absent or not trusted, whatever is in it."""
     if not Path(file).expanduser().is_file():
         raise RecipeError(f"lm_eval.tasks: no such file: {file} (looked in {Path.cwd()})")
@@ -342,17 +261,6 @@ def check_trusted(file: str, *, trusted: bool) -> None:
         raise RecipeError(
             f"lm_eval.tasks: the task file {file!r} can run code (!function, templates, metrics, scripts that load "
             "data); if you trust it and what it names, set lm_eval.trust_task_code: true (eval: --trust-task-code)"
-        )
-
-
-def check_known(task: str) -> None:
-    """Refuse a name that the harness does not know, with the nearest ones."""
-    if task not in (names := task_index()):
-        near = difflib.get_close_matches(task, names, n=5, cutoff=0.6)
-        raise RecipeError(
-            f"lm_eval.tasks: no task is named {task!r}; "
-            + (f"the nearest are {', '.join(near)}" if near else "no name is near")
-            + "; `lm-eval ls tasks` lists them all, and a task of your own is given as the path of its .yaml file"
         )
 
 

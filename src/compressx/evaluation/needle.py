@@ -104,7 +104,6 @@ class NeedleEvaluator:
         self.options = options
 
     def check(self, model: Any | None, tokenizer: Any | None, at: At) -> None:  # noqa: ARG002 - text is read later
-        """Refuse prompts longer than the model's positions."""
         for i, length in enumerate(self.options.lengths if model is not None else ()):
             with at("lengths", i):
                 check_room(model, length, ANSWER_TOKENS, "evaluate.needle")
@@ -117,11 +116,9 @@ class NeedleEvaluator:
         return hay
 
     def fingerprint(self, text: Tensor) -> str:
-        """Return a hash of the text."""
         return fingerprint(text)
 
     def evaluate(self, model: EvaluatedModel) -> Figures:
-        """Return what `needle_figures` does, under `needle`."""
         selection = None if model.selection is None else model.selection()
         return {"needle": needle_figures(
             model.access, model.tokenizer, model.text, self.options, selection, model.progress
@@ -131,4 +128,13 @@ class NeedleEvaluator:
 @hookimpl
 def compressx_evaluators() -> list[EvaluatorSpec]:
     """Offer the evaluator to recipes."""
-    return [EvaluatorSpec("needle", "sentences found in long prompts", NeedleGrid, NeedleEvaluator, prompts=True)]
+    return [
+        EvaluatorSpec(
+            "needle",
+            "sentences found in long prompts",
+            NeedleGrid,
+            NeedleEvaluator,
+            prompts=True,
+            figures=lambda _: ["needle"],
+        )
+    ]

@@ -54,22 +54,18 @@ class SampleEvaluator:
         self.options = options
 
     def check(self, model: Any | None, tokenizer: Any | None, at: At) -> None:  # noqa: ARG002 - of the whole section
-        """Refuse a model that cannot generate, or without room for the prompt and the text."""
         if tokenizer is not None:
             ids = prompt_ids(self.options, tokenizer)
             check_ids(model, ids, tokenizer, "evaluate.sample: the prompt")
             check_room(model, ids.shape[1], self.options.tokens, "evaluate.sample")
 
     def read(self, model: Any, tokenizer: Any) -> Tensor:  # noqa: ARG002 - `check` has looked at the model
-        """Return the prompt, int64 [1, tokens]."""
         return prompt_ids(self.options, tokenizer)
 
     def fingerprint(self, text: Tensor) -> str:
-        """Return a hash of the prompt."""
         return fingerprint(text)
 
     def evaluate(self, model: EvaluatedModel) -> Figures:
-        """Return the prompt and the text, the likeliest token each time, under `sample`."""
         with model.access.whole() as whole, evaluation_mode(whole):
             written = greedy(whole, model.tokenizer, model.text, self.options.tokens)[0]
         return {"sample": {"prompt": self.options.prompt, "text": readable(model.tokenizer, written)}}
@@ -78,4 +74,8 @@ class SampleEvaluator:
 @hookimpl
 def compressx_evaluators() -> list[EvaluatorSpec]:
     """Offer the evaluator to recipes."""
-    return [EvaluatorSpec("sample", "a text to read, after the same prompt", Sample, SampleEvaluator)]
+    return [
+        EvaluatorSpec(
+            "sample", "a text to read, after the same prompt", Sample, SampleEvaluator, figures=lambda _: ["sample"]
+        )
+    ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -55,11 +54,7 @@ def source_of(
     model: str, *, dtype: str = "auto", revision: str | None = None, trust_remote_code: bool = False,
     base: str | None = None,
 ) -> ModelSource:  # fmt: skip
-    """Parse a model argument: an output folder, a model folder, a .gguf file or a hub id.
-
-    Raises:
-        RecipeError: a revision for a model that is not on the hub, or a base for one that is.
-    """
+    """Parse a model argument: an output folder, a model folder, a .gguf file or a hub id."""
     source = _SOURCE.validate_python(model)
     if revision is not None and source.id is None:
         raise RecipeError(f"--revision {revision}: {model} is a path, and only hub models have revisions")
@@ -76,10 +71,6 @@ def evaluate_section(
 
     Overrides are `evaluate.KEY=VALUE` or `select_tokens.KEY=VALUE`, as for `--set`; without `perplexity` they alone say
     what is measured where there is no recipe.
-
-    Raises:
-        RecipeError: an invalid setting, or a recipe without that section.
-        CalibrationError: a local text file that does not exist.
     """
     for key in (assignment.partition("=")[0] for assignment in overrides):
         if (first := steps_of(key)[0]) not in (read := _EvaluateOptions.model_fields):
@@ -99,9 +90,8 @@ def evaluate_section(
     settings, offered = options_of(document, plugins), plugins.offers[EVALUATOR.key]
     if not settings:
         raise RecipeError(f"{recipe or '--set'}: evaluate is empty; give it {', '.join(offered)}, or several of them")
-    reading = [name for name, spec in offered.items() if spec.prompts]
-    if recipe is None and selecting is not None and not {*settings} & {*reading}:
-        told = " or ".join(f"evaluate.{name}" for name in reading)
+    if recipe is None and selecting is not None and not any(offered[name].prompts for name in settings):
+        told = " or ".join(f"evaluate.{name}" for name, spec in offered.items() if spec.prompts)
         raise RecipeError(f"--set select_tokens: nothing that is measured reads a prompt; give {told}")
     for place, dataset in datasets_in(settings, ("evaluate",)):
         with document.at(*place):
@@ -213,28 +203,11 @@ def gguf_of(recipe: Path) -> Path:
     return checkpoint.file
 
 
-@dataclass(frozen=True)
-class Applied:
-    """The changes made by applying masks to a model.
-
-    Attributes:
-        masked: number of linears with a mask.
-        linears: number of linears in the model's blocks, plus masked ones outside them.
-        before: by name, how many of the weights that masks drop were there before.
-        became: what they are now, in words.
-    """
-
-    masked: int
-    linears: int
-    before: Mapping[str, int]
-    became: str = "zero"
-
-
-def apply_masks(masks: Path, source: ModelSource, output: Path, *, original: bool = False) -> Applied:
+def apply_masks(masks: Path, source: ModelSource, output: Path, *, original: bool = False) -> str:
     """Apply saved masks to a model of the same shapes, such as a fine-tuned one, and save it to a new folder.
 
     The folder gets `model/` (including the tokenizer) and `masks.safetensors`, as after a run. With `original`, the
-    weights have to be the ones that were pruned, byte for byte.
+    weights have to be the ones that were pruned, byte for byte. What that changed is returned in a sentence.
 
     Raises:
         ArtifactError: masks that do not fit the model, an existing output, or files that cannot be written.
@@ -247,13 +220,13 @@ def apply_masks(masks: Path, source: ModelSource, output: Path, *, original: boo
     checkpoint = find_checkpoint(source)
     tokenizer = load_tokenizer(checkpoint)
     model = load_model(checkpoint)
-    before = loaded.deviations(model, base=base)
+    changed = sum(loaded.deviations(model, base=base).values())
     loaded.apply(model, original=original, base=base)
     with output_folder(output) as folder:
         save_model(model, tokenizer, folder / "model")
         keep_settings(checkpoint, folder / "model")
         with os_errors_named("copy", masks):
             shutil.copyfile(masks, folder / "masks.safetensors")
-    return Applied(
-        len(loaded), len({*architecture_of(model).linears, *loaded}), before, "zero" if base is None else "the base's"
-    )
+    on = f"masks on {len(loaded)} of {len({*architecture_of(model).linears, *loaded})} linears"
+    became = "zero" if base is None else "the base's"
+    return f"{on}: {changed} weights became {became}; written to {output}"

@@ -23,19 +23,16 @@ class EvaluateDense(Stage):
     """Measure the dense model, if the recipe evaluates anything; its figures are cached."""
 
     def check(self, state: RunState, plan: Plan | None, mistakes: Mistakes) -> None:  # noqa: ARG002 - of the model
-        """Let the evaluators refuse what they cannot measure."""
         settings = state.recipe.evaluate or {}
         check_evaluators(settings, state.plugins, state.skeleton, state.tokenizer, mistakes, state.loaded)
 
     def run(self, state: RunState) -> None:
-        """Measure."""
         if not state.evaluators:
             return
         with state.loaded.at("evaluate"):
             _measure(state, "dense", state.access, state.inputs.get("model"))
 
     def sections(self, report: RunReport) -> Iterator[Section]:
-        """Yield what was measured of all models."""
         yield from evaluation(report)
         yield from _needles(report)
         yield from _sample(report)
@@ -49,7 +46,6 @@ class EvaluatePruned(Stage):
         self.saved = saved
 
     def run(self, state: RunState) -> None:
-        """Measure."""
         tunes = state.recipe.finetune is not None
         if not state.evaluators or not state.plan.linears or not (tunes or self.saved):
             return

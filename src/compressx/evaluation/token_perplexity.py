@@ -28,10 +28,6 @@ from compressx.recipe.sources import Bos, DatasetField, DatasetSource
 from compressx.recipe.validation import Strict, exactly_one, refuse_if
 from compressx.runtime.errors import CalibrationError, RecipeError
 
-FIGURES = ("token_perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte", "needle", "sample")
-"""Names under which an evaluation reports what is not the figures of one text or task, which need other names."""
-
-
 _LOGITS_IN_FLOAT32 = 2**24
 """Logits converted to float32 at a time: 64 MiB, a few hundred positions of a large vocabulary."""
 
@@ -58,8 +54,8 @@ class TokenPerplexity(Strict):
     @model_validator(mode="after")
     def _one_or_several(self) -> TokenPerplexity:
         exactly_one(dict(self), "dataset", "datasets")
-        taken = next((name for name in self.datasets or () if name in ("", *FIGURES)), None)
-        refuse_if(taken is not None, f"a text cannot be named {taken!r}; choose another name", "datasets")
+        unnamed = "a text has no name; expected the one that the report shows"
+        refuse_if("" in (self.datasets or ()), unnamed, "datasets")
         return self
 
     @property
@@ -124,7 +120,6 @@ class PerplexityEvaluator:
         self.options = options
 
     def check(self, model: Any | None, tokenizer: Any | None, at: At) -> None:  # noqa: ARG002 - text is read later
-        """Refuse windows longer than the model's positions."""
         positions = None if model is None else getattr(text_config(model), "max_position_embeddings", None)
         with at("sequence_length"):
             if positions is not None and (length := self.options.sequence_length) > positions:
@@ -134,11 +129,7 @@ class PerplexityEvaluator:
                 )
 
     def read(self, model: Any, tokenizer: Any) -> dict[str, Tensor]:
-        """Return the windows of each text, int64 [windows, T], by its name, "" for a single one.
-
-        Raises:
-            CalibrationError: text that cannot be read, is too short, or has tokens that the model lacks.
-        """
+        """Return the windows of each text, int64 [windows, T], by its name, "" for a single one."""
         windows, wanted = {}, self.options
         bos = beginning(tokenizer, wanted.bos, model)
         positions = getattr(text_config(model), "max_position_embeddings", None)
@@ -151,7 +142,6 @@ class PerplexityEvaluator:
         return windows
 
     def fingerprint(self, text: Mapping[str, Tensor]) -> list[str]:
-        """Return a hash of each text."""
         return [fingerprint(windows) for windows in text.values()]
 
     def evaluate(self, model: EvaluatedModel) -> Figures:
@@ -171,4 +161,9 @@ class PerplexityEvaluator:
 @hookimpl
 def compressx_evaluators() -> list[EvaluatorSpec]:
     """Offer the evaluator to recipes."""
-    return [EvaluatorSpec("token_perplexity", "perplexity in fixed windows", TokenPerplexity, PerplexityEvaluator)]
+    return [
+        EvaluatorSpec(
+            "token_perplexity", "perplexity in fixed windows", TokenPerplexity, PerplexityEvaluator,
+            figures=lambda options: options.datasets or ["token_perplexity"],
+        )
+    ]  # fmt: skip

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, get_args
 
@@ -31,18 +31,25 @@ class Kind(Generic[Spec]):
         key: plural, in `plugins.toml`, `Plugins.offers` and `compressx plugins`; the hook is `compressx_KEY`.
         spec: class with at least `name`, `summary`, `options` (a pydantic model) and `build` (called with validated
             options).
-        faults: yields what is wrong with a spec, beyond what is checked for all kinds.
+        functions: attributes of a spec that are functions or None.
+        check: refuses what is wrong with a spec beyond that, by a TypeError.
     """
 
     name: str
     key: str
     spec: type[Spec]
-    faults: Callable[[Any], Iterable[str]] = lambda _: ()
+    functions: tuple[str, ...] = ()
+    check: Callable[[Any], None] = lambda _: None
 
     @property
     def hook(self) -> str:
         """Name of the hook that offers them."""
         return f"compressx_{self.key}"
+
+
+def _require(holds: object, told: str) -> None:
+    if not holds:
+        raise TypeError(told)
 
 
 def check_spec(kind: Kind[Any], spec: Any) -> None:
@@ -51,54 +58,40 @@ def check_spec(kind: Kind[Any], spec: Any) -> None:
     Raises:
         TypeError: another type, or an attribute of the wrong type.
     """
-    if (fault := next(_faults(kind, spec), None)) is not None:
-        raise TypeError(fault)
-
-
-def _faults(kind: Kind[Any], spec: Any) -> Iterator[str]:
-    if not isinstance(spec, kind.spec):
-        yield f"{kind.hook} returned {spec!r:.80}, which is not a {kind.spec.__name__}"
-    if not isinstance(spec.name, str) or not spec.name:
-        yield f"{kind.hook} returned a {kind.spec.__name__} named {spec.name!r}; expected non-empty text"
+    _require(isinstance(spec, kind.spec), f"{kind.hook} returned {spec!r:.80}, which is not a {kind.spec.__name__}")
     shown, options = f"{kind.name} {spec.name!r}", spec.options
-    if not (inspect.isclass(options) and issubclass(options, BaseModel)):
-        yield f"{shown} has options {options!r:.80}, which is not a pydantic model"
-    if options is BaseModel:
-        yield f"{shown} has pydantic's BaseModel itself as options; use a subclass, even an empty one"
-    if not callable(spec.build):
-        yield f"{shown} has build {spec.build!r:.80}, which is not callable"
-    yield from kind.faults(spec)
+    _require(isinstance(spec.name, str) and spec.name, f"{shown} has no name; expected text")
+    _require(
+        inspect.isclass(options) and issubclass(options, BaseModel) and options is not BaseModel,
+        f"{shown} has options {options!r:.80}; expected a subclass of pydantic's BaseModel, even an empty one",
+    )
+    for name in ("build", *kind.functions):
+        value = getattr(spec, name)
+        optional = value is None and name != "build"
+        _require(callable(value) or optional, f"{shown} has {name} {value!r:.80}, which is not callable")
+    kind.check(spec)
 
 
-def _faults_of_pruner(spec: PrunerSpec) -> Iterator[str]:
+def _check_pruner(spec: PrunerSpec) -> None:
     shown = f"pruner {spec.name!r}"
     for given, known in (("groups", get_args(Group)), ("units", UNIT_KINDS)):
         values: Any = getattr(spec, given)
-        if not isinstance(values, tuple) or not {*values} <= {*known}:
-            yield (
-                f"{shown} has {given} {values!r:.80}; expected a tuple of {', '.join(known)}, such as ({known[0]!r},)"
-            )
-    if not (spec.groups or spec.nm or spec.units):
-        yield f"{shown} prunes nothing: its groups and units are empty and nm is False"
-    if spec.check is not None and not callable(spec.check):
-        yield f"{shown} has check {spec.check!r:.80}, which is not callable"
-    if unknown := {*spec.selecting_options} - {*spec.options.model_fields}:
-        yield f"{shown} has selecting_options {sorted(unknown)}, which are not options of it"
+        told = f"{shown} has {given} {values!r:.80}; expected a tuple of {', '.join(known)}, such as ({known[0]!r},)"
+        _require(isinstance(values, tuple) and {*values} <= {*known}, told)
+    some = spec.groups or spec.nm or spec.units
+    _require(some, f"{shown} prunes nothing: its groups and units are empty and nm is False")
+    unknown = {*spec.selecting_options} - {*spec.options.model_fields}
+    _require(not unknown, f"{shown} has selecting_options {sorted(unknown)}, which are not options of it")
 
 
-def _faults_of_selector(spec: TokenSelectorSpec) -> Iterator[str]:
-    if spec.needles is not None and not callable(spec.needles):
-        yield f"token selector {spec.name!r} has needles {spec.needles!r:.80}, which is not callable"
+def _check_exporter(spec: ExporterSpec) -> None:
+    told = f"exporter {spec.name!r} names no folder; expected letters, digits, _, . and -"
+    _require(re.fullmatch(r"[A-Za-z0-9][\w.-]*", spec.name), told)
 
 
-def _faults_of_exporter(spec: ExporterSpec) -> Iterator[str]:
-    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", spec.name):
-        yield f"exporter {spec.name!r} names no folder; expected letters, digits, _, . and -"
-
-
-PRUNER = Kind("pruner", "pruners", PrunerSpec, _faults_of_pruner)
-TOKEN_SELECTOR = Kind("token selector", "token_selectors", TokenSelectorSpec, _faults_of_selector)
-EVALUATOR = Kind("evaluator", "evaluators", EvaluatorSpec)
-EXPORTER = Kind("exporter", "exporters", ExporterSpec, _faults_of_exporter)
+PRUNER = Kind("pruner", "pruners", PrunerSpec, ("check",), _check_pruner)
+TOKEN_SELECTOR = Kind("token selector", "token_selectors", TokenSelectorSpec, ("needles",))
+EVALUATOR = Kind("evaluator", "evaluators", EvaluatorSpec, ("figures",))
+EXPORTER = Kind("exporter", "exporters", ExporterSpec, (), _check_exporter)
 
 KINDS: tuple[Kind[Any], ...] = (PRUNER, TOKEN_SELECTOR, EVALUATOR, EXPORTER)

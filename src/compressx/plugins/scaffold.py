@@ -25,19 +25,6 @@ KINDS: dict[str, tuple[Kind[Any], str]] = {
 """What it offers, and how a recipe names it."""
 
 
-def check_plugin_name(name: str) -> None:
-    """Refuse an invalid plugin name.
-
-    Raises:
-        PluginError: not lower-case words joined by - or _.
-    """
-    if not _NAME.fullmatch(name):
-        raise PluginError(
-            f"invalid plugin name {name!r}; expected lower-case letters and digits, words joined by - or _, such as "
-            "'my-pruner'"
-        )
-
-
 def new_plugin(name: str, parent: Path, kind: str = "pruner") -> Path:
     """Write a plugin package `compressx-NAME` into a folder, with a working example NAME of a kind of `KINDS`.
 
@@ -48,7 +35,11 @@ def new_plugin(name: str, parent: Path, kind: str = "pruner") -> Path:
         PluginError: an invalid name.
         ArtifactError: the folder exists already, or cannot be written.
     """
-    check_plugin_name(name)
+    if not _NAME.fullmatch(name):
+        raise PluginError(
+            f"invalid plugin name {name!r}; expected lower-case letters and digits, words joined by - or _, such as "
+            "'my-pruner'"
+        )
     folder = parent.expanduser() / f"compressx-{name}"
     if folder.exists():
         raise ArtifactError(f"{folder} exists already; choose another name or --folder, or remove it")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from operator import index
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from compressx.api.selector import AttentionRows, ModelFacts, TokenSelector, TokenSelectorSpec
 from compressx.models.access import Access, InMemory, config_fingerprint, weights_fingerprint
@@ -83,18 +85,19 @@ class ReadySelector:
             PluginError: an answer of the selector that breaks its contract.
         """
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask.to(input_ids.device) != 0
-        if mask.shape != input_ids.shape:
-            raise CalibrationError(f"attention_mask is {[*mask.shape]}, expected {[*input_ids.shape]} as input_ids")
-        if not len(input_ids):
-            raise CalibrationError("input_ids has no prompt; expected one or more")
+        if mask.shape != input_ids.shape or not len(mask):
+            raise CalibrationError(
+                f"input_ids are {[*input_ids.shape]}, and attention_mask is {[*mask.shape]}; expected one prompt or "
+                "more, and the same shape"
+            )
         places, lengths = [], []
         for number, row in enumerate(mask):
             tokens = row.nonzero()[:, 0]  # positions of the prompt in its padded row
-            wrong = "" if len(tokens) else f"prompt {number} has no token; expected one or more"
-            if len(tokens) and int(tokens[-1] - tokens[0]) + 1 != len(tokens):
-                wrong = f"attention_mask of prompt {number}: expected ones without a gap, zeros only before or after"
-            if wrong:
-                raise CalibrationError(wrong)
+            if not len(tokens) or int(tokens[-1] - tokens[0]) + 1 != len(tokens):
+                raise CalibrationError(
+                    f"prompt {number}: expected a token or more, and an attention_mask with zeros only before or after "
+                    "its ones"
+                )
             kept = self.positions(input_ids[number, tokens])
             places.append(tokens[kept.to(tokens.device)])
             lengths.append(len(tokens))
@@ -105,13 +108,9 @@ class ReadySelector:
                 "first %d and the last %d",
                 max(lengths), self.settings.keep, self.settings.protect.first, self.settings.protect.last,
             )  # fmt: skip
-        longest = max(map(len, places))
-        ids = input_ids.new_zeros(len(places), longest)
-        attended = torch.zeros(ids.shape, dtype=torch.int64, device=ids.device)
-        for number, kept in enumerate(places):
-            ids[number, longest - len(kept) :] = input_ids[number, kept]
-            attended[number, longest - len(kept) :] = 1
-        return Selected(ids, attended, tuple(places), self.rows.reason)
+        padded = partial(pad_sequence, batch_first=True, padding_side="left")
+        ids = padded([row[kept] for row, kept in zip(input_ids, places, strict=True)])
+        return Selected(ids, padded([torch.ones_like(kept) for kept in places]), tuple(places), self.rows.reason)
 
     def positions(self, ids: Tensor, protected: Tensor | None = None) -> Tensor:
         """Return the positions of the tokens to keep of one prompt, int64 [kept], ascending, on the CPU.
@@ -130,7 +129,14 @@ class ReadySelector:
             return torch.arange(n)
         if not wanted:
             return fixed.nonzero()[:, 0]
-        scores = self._read_scores(ids)
+        positions = getattr(text_config(self.access.model), "max_position_embeddings", None)
+        if self.rows.blocks and positions is not None and n > positions:
+            raise CalibrationError(
+                f"the prompt has {n} tokens, and the model {positions} positions, which its first blocks need to read "
+                f"it for {self.settings.selector!r}; shorten it, or use a selector that reads no attention, such as "
+                "recent"
+            )
+        scores = read_scores(self.access, self.found, ids.to(self.access.device), self.rows)
         with blamed_on(f"select of token selector {self.settings.selector!r} failed on a prompt of {n} tokens"):
             answer = self.selector.select(scores[..., free.to(scores.device)], wanted)
         fixed[free[checked_positions(answer, len(free), wanted, self.settings.selector)]] = True
@@ -148,16 +154,6 @@ class ReadySelector:
             )
         return keep
 
-    def _read_scores(self, ids: Tensor) -> Tensor:
-        positions = getattr(text_config(self.access.model), "max_position_embeddings", None)
-        if self.rows.blocks and positions is not None and len(ids) > positions:
-            raise CalibrationError(
-                f"the prompt has {len(ids)} tokens, and the model {positions} positions, which its first blocks need "
-                f"to read it for {self.settings.selector!r}; shorten it, or use a selector that reads no attention, "
-                "such as recent"
-            )
-        return read_scores(self.access, self.found, ids.to(self.access.device), self.rows)
-
 
 def checked_rows(asked: object, facts: ModelFacts, name: str) -> AttentionRows:
     """Return what `observe` asks for, its numbers as int: NumPy's and torch's are accepted, too.
@@ -165,30 +161,17 @@ def checked_rows(asked: object, facts: ModelFacts, name: str) -> AttentionRows:
     Raises:
         PluginError: no `AttentionRows`, blocks that do not ascend, no query, or heads that the model does not have.
     """
-    wrong = f"must return AttentionRows, got {asked!r:.80}"
     if isinstance(asked, AttentionRows):
-        asked_heads = () if asked.heads is None else asked.heads
-        blocks, heads, queries = (_integers(x) for x in (asked.blocks, asked_heads, (asked.queries,)))
-        missing = [head for head in heads or () if not 0 <= head < facts.heads]
-        if blocks is None or [*blocks] != sorted({*blocks}):
-            wrong = f"must return blocks as whole numbers in ascending order, got {asked.blocks!r:.80}"
-        elif asked.heads is not None and not heads:
-            wrong = f"must return heads as whole numbers, or None for all, got {asked.heads!r:.80}"
-        elif not queries or queries[0] < 1:
-            wrong = f"must return at least one query, got {asked.queries!r:.80}"
-        elif missing:
-            wrong = f"asks for head {missing[0]}; expected 0 to {facts.heads - 1}"
-        else:
-            return AttentionRows(blocks, heads or None, queries[0], str(asked.reason))
-    raise PluginError(f"observe of token selector {name!r} {wrong}")
-
-
-def _integers(values: Any) -> tuple[int, ...] | None:
-    """Return whole numbers as a tuple of int; None if they are none."""
-    try:
-        return tuple(index(value) for value in values)
-    except (TypeError, ValueError):
-        return None
+        with suppress(TypeError, ValueError):  # of other things than whole numbers
+            blocks, queries = tuple(map(index, asked.blocks)), index(asked.queries)
+            heads = None if asked.heads is None else tuple(map(index, asked.heads))
+            of_the_model = heads is None or (heads and {*heads} <= {*range(facts.heads)})
+            if [*blocks] == sorted({*blocks}) and of_the_model and queries >= 1:
+                return AttentionRows(blocks, heads, queries, str(asked.reason))
+    raise PluginError(
+        f"observe of token selector {name!r} must return AttentionRows of ascending blocks, of heads from 0 to "
+        f"{facts.heads - 1} (or None for all) and of one query or more; got {asked!r:.150}"
+    )
 
 
 def checked_positions(answer: object, n: int, keep: int, name: str) -> Tensor:
@@ -294,6 +277,10 @@ class SelectorSettings:
         self, selector: TokenSelector, access: Access, found: Architecture, tokenizer: Any, queries: int
     ) -> AttentionRows:
         """Return what a selector asks for by its needles: cached, because they take a run of the whole model."""
+
+        def ask() -> dict[str, Any]:
+            return asdict(self._asked_rows(selector, access, found, tokenizer, queries))
+
         key = {
             "selector": self.settings.selector,
             "options": self.spec()[1].model_dump(mode="json"),
@@ -304,10 +291,8 @@ class SelectorSettings:
             "versions": code_versions(),
         }
 
-        def ask() -> dict[str, Any]:
-            return asdict(self._asked_rows(selector, access, found, tokenizer, queries))
-
-        kept = cached(key, ask, "selections", AttentionRows)
+        # Of the code of a selector that no plugin on disk offers nothing is known.
+        kept = ask() if key["code"] is None else cached(key, ask, "selections", AttentionRows)
         heads = None if kept["heads"] is None else tuple(kept["heads"])
         return AttentionRows(tuple(kept["blocks"]), heads, kept["queries"], kept["reason"])
 
@@ -322,11 +307,7 @@ class SelectorSettings:
 
 
 def saved_selection(source: ModelSource) -> SelectTokens | None:
-    """Return the `select_tokens` section of the recipe in a run's folder, or beside its `model` folder.
-
-    Raises:
-        RecipeError: a recipe that cannot be read.
-    """
+    """Return the `select_tokens` section of the recipe in a run's folder, or beside its `model` folder."""
     if source.path is None:
         return None
     path = source.path.expanduser()
@@ -344,10 +325,8 @@ def changed_selection(
     tokens; `where` returns the place of a location, for messages.
     """
     whole: dict[str, Any] = saved.model_dump() if saved else {"selector": "retrieval-heads", "keep": 0.125}
-    if changes.get("selector", whole["selector"]) != whole["selector"]:
-        whole["options"] = {}
-    options = {**whole.get("options", {}), **changes.get("options", {})}
-    return validated(SelectTokens, {**whole, **changes, "options": options}, where)
+    own = whole.get("options", {}) if changes.get("selector", whole["selector"]) == whole["selector"] else {}
+    return validated(SelectTokens, {**whole, **changes, "options": {**own, **changes.get("options", {})}}, where)
 
 
 class TokenSelection(Stage):

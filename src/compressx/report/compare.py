@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +32,7 @@ class Compared:
     """One run.
 
     Attributes:
-        name: of its folder, as short as it can be among the others.
+        name: of its folder, below that which all share.
         report: what it did.
         measures: by name and model (`dense`, `pruned`, `finetuned`), every number that it measured.
     """
@@ -136,9 +137,12 @@ def side_by_side(folders: Sequence[Path]) -> Comparison:
     Raises:
         ArtifactError: a folder without a report, or one that this version cannot read.
     """
-    reports = [read_report(folder) for folder in folders]
-    names = _short([folder.parent if folder.name == "report.json" else folder for folder in folders])
-    found = [Compared(name, report, report.measures()) for name, report in zip(names, reports, strict=True)]
+    folders = [folder.parent if folder.name == "report.json" else folder for folder in folders]
+    common = os.path.commonpath([folder.resolve().parent for folder in folders])
+    found = []
+    for folder in folders:
+        report = read_report(folder)
+        found.append(Compared(str(folder.resolve().relative_to(common)), report, report.measures()))
     runs = tuple(sorted(found, key=_perplexity))
     return Comparison(runs, tuple(_warnings(runs)))
 
@@ -161,7 +165,7 @@ def read_report(folder: Path) -> RunReport:
     Raises:
         ArtifactError: no such file, or another content than this version writes.
     """
-    path = folder if folder.name == "report.json" else folder / "report.json"
+    path = folder / "report.json"
     if not path.is_file():
         raise ArtifactError(f"{folder}: it holds no report.json; expected the output folder of a finished run")
     with os_errors_named("read", path):
@@ -172,16 +176,6 @@ def read_report(folder: Path) -> RunReport:
         first = error.errors(include_url=False)[0]
         place = ".".join(map(str, first["loc"])) or "the file"
         raise ArtifactError(f"{path}: {place}: {first['msg']}; was it written by this version of compressx?") from None
-
-
-def _short(folders: Sequence[Path]) -> list[str]:
-    """Name folders by as many of their last parts as tell them apart."""
-    parts = [folder.resolve().parts for folder in folders]
-    for length in range(1, max(map(len, parts)) + 1):
-        names = ["/".join(p[-length:]) for p in parts]
-        if len(set(names)) == len({*parts}):
-            break
-    return names
 
 
 def _warnings(runs: Sequence[Compared]) -> list[str]:

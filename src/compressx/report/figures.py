@@ -91,13 +91,19 @@ class _Figure:
     draw: Callable[[Path], None]
 
 
+def _lines(
+    stem: str, caption: str, panels: Mapping[str, Mapping[str, plots.Line]], layout: plots.PanelLayout, up: str
+) -> _Figure:
+    return _Figure(stem, ".svg", caption, partial(plots.lines, panels=panels, layout=layout, up=up))
+
+
 def _losses(tuned: FinetuneReport | None) -> Iterator[_Figure]:
     if tuned is not None and tuned.losses:
         losses: dict[str, plots.Line] = {"of each step's batch": (range(1, tuned.steps + 1), tuned.losses)}
         if tuned.held_out:
             losses["held out"] = ([x.step for x in tuned.held_out], [x.loss for x in tuned.held_out])
-        drawn = partial(plots.lines, panels={"": losses}, layout=plots.LOSSES, up="loss")
-        yield _Figure("finetune", ".svg", f"Loss over the steps of fine-tuning, {' and '.join(losses)}.", drawn)
+        caption = f"Loss over the steps of fine-tuning, {' and '.join(losses)}."
+        yield _lines("finetune", caption, {"": losses}, plots.LOSSES, "loss")
 
 
 def _reconstructions(blocks: Sequence[BlockReport]) -> Iterator[_Figure]:
@@ -107,8 +113,7 @@ def _reconstructions(blocks: Sequence[BlockReport]) -> Iterator[_Figure]:
         x = [float(index) for index, _ in trained]
         lines = {"pruned": (x, [r.before for _, r in trained]), "reconstructed": (x, [r.after for _, r in trained])}
         caption = "Held-out error of each decoder block's output, pruned and then reconstructed."
-        drawn = partial(plots.lines, panels={"": lines}, layout=plots.BY_BLOCK, up="block output error")
-        yield _Figure("blocks_reconstruction", ".svg", caption, drawn)
+        yield _lines("blocks_reconstruction", caption, {"": lines}, plots.BY_BLOCK, "block output error")
 
 
 def _families(blocks: Sequence[BlockReport]) -> Iterator[_Figure]:
@@ -128,8 +133,7 @@ def _families(blocks: Sequence[BlockReport]) -> Iterator[_Figure]:
         if len(members[family]) > 1:
             labels = dict.fromkeys(label for lines in panels.values() for label in lines)
             caption = f"`{family}` by decoder block: {', '.join(labels)}."
-            drawn = partial(plots.lines, panels=panels, layout=plots.BY_BLOCK, up=family.replace("_", " "))
-            yield _Figure(f"layers_{family}", ".svg", caption, drawn)
+            yield _lines(f"layers_{family}", caption, panels, plots.BY_BLOCK, family.replace("_", " "))
 
 
 def _histories(blocks: Sequence[BlockReport]) -> Iterator[_Figure]:
@@ -149,9 +153,7 @@ def _histories(blocks: Sequence[BlockReport]) -> Iterator[_Figure]:
         quoted = ", ".join(f"`{name}`" for name in names)
         caption = f"{quoted} over the steps of the solver, {kinds} of each decoder block."
         up = names[0] if len(names) == 1 else "value"
-        yield _Figure(
-            f"steps_{kinds}", ".svg", caption, partial(plots.lines, panels=panels, layout=plots.BY_STEP, up=up)
-        )
+        yield _lines(f"steps_{kinds}", caption, panels, plots.BY_STEP, up)
 
 
 def _heat_maps(kept: Matrices) -> _Figure:

@@ -5,30 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from compressx import AttentionRows, ModelFacts, NoOptions, TokenSelectorSpec, hookimpl
+from compressx import TokenSelectorSpec, hookimpl
+from compressx.selectors.one_block import by_position
 
 
-class Random:
-    """Keeps what a draw without replacement says; it depends on the prompt's length only."""
-
-    def observe(self, facts: ModelFacts) -> AttentionRows:  # noqa: ARG002 - the same for all models
-        """Ask for no scores."""
-        return AttentionRows()
-
-    def select(self, scores: Tensor, keep: int) -> Tensor:
-        """Draw positions."""
-        drawn = torch.randperm(scores.shape[-1], generator=torch.Generator().manual_seed(0))
-        return drawn[:keep].sort().values.to(scores.device)
+def _drawn(n: int, keep: int) -> Tensor:
+    """Draw without replacement; the draw depends on the prompt's length only."""
+    return torch.randperm(n, generator=torch.Generator().manual_seed(0))[:keep].sort().values
 
 
 @hookimpl
 def compressx_token_selectors() -> list[TokenSelectorSpec]:
     """Offer `random`."""
-    return [
-        TokenSelectorSpec(
-            name="random",
-            summary="tokens at random, a baseline; reads no attention",
-            options=NoOptions,
-            build=lambda _: Random(),
-        )
-    ]
+    return by_position("random", "tokens at random, a baseline; reads no attention", _drawn)

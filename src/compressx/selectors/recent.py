@@ -3,32 +3,13 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
-from compressx import AttentionRows, ModelFacts, NoOptions, TokenSelectorSpec, hookimpl
-
-
-class Recent:
-    """Keeps what stands last."""
-
-    def observe(self, facts: ModelFacts) -> AttentionRows:  # noqa: ARG002 - the same for all models
-        """Ask for no scores."""
-        return AttentionRows()
-
-    def select(self, scores: Tensor, keep: int) -> Tensor:
-        """Keep the last tokens."""
-        n = scores.shape[-1]
-        return torch.arange(n - keep, n, device=scores.device)
+from compressx import TokenSelectorSpec, hookimpl
+from compressx.selectors.one_block import by_position
 
 
 @hookimpl
 def compressx_token_selectors() -> list[TokenSelectorSpec]:
     """Offer `recent`."""
-    return [
-        TokenSelectorSpec(
-            name="recent",
-            summary="the last tokens; reads no attention (arXiv 2309.17453)",
-            options=NoOptions,
-            build=lambda _: Recent(),
-        )
-    ]
+    summary = "the last tokens; reads no attention (arXiv 2309.17453)"
+    return by_position("recent", summary, lambda n, keep: torch.arange(n - keep, n))

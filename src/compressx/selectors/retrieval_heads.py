@@ -6,13 +6,11 @@ finds the answer, so fewer blocks have to read the whole prompt.
 
 from __future__ import annotations
 
-from typing import Literal
-
-from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from compressx import AttentionRows, ModelFacts, TokenSelectorSpec, hookimpl
 from compressx.numerics.tokens import attention_mass, first_good_block, highest, needles_kept, pooled
+from compressx.selectors.one_block import BlockOptions
 
 QUERIES = 16
 """Last tokens of the prompt whose attention counts: the question."""
@@ -20,18 +18,15 @@ POOL = 25
 """Neighbours that a token's score is the mean of; about a sentence."""
 
 
-class RetrievalHeadsOptions(BaseModel):
-    """Which block's best head."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    block: int | Literal["auto"] = Field("auto", description="index of the block; auto: chosen on synthetic prompts")
+def _score(scores: Tensor) -> Tensor:
+    """Add up the attention that the last tokens pay in some heads."""
+    return pooled(attention_mass(scores), POOL)
 
 
 class RetrievalHeads:
     """Adds up the attention that a question's tokens pay in one head."""
 
-    def __init__(self, options: RetrievalHeadsOptions) -> None:
+    def __init__(self, options: BlockOptions) -> None:
         self.block = options.block
 
     def observe(self, facts: ModelFacts) -> AttentionRows:
@@ -39,25 +34,20 @@ class RetrievalHeads:
         blocks, block = facts.needles[0].blocks, self.block
         if block != "auto" and block not in blocks:
             return AttentionRows((block,))  # which the host refuses, with the nearest one that it can run
-        shares = {
-            b: [self._share(facts, i, head) for head in range(facts.heads)]
-            for i, b in enumerate(blocks)
-            if block in ("auto", b)
-        }
+
+        def share(i: int, head: int) -> float:
+            """Return the share of the needles that a head keeps, of the block at an index of the needles' scores."""
+            return needles_kept(facts.needles, lambda needle: _score(needle.scores[i][[head]]))
+
+        asked = [(i, b) for i, b in enumerate(blocks) if block in ("auto", b)]
+        shares = {b: [share(i, head) for head in range(facts.heads)] for i, b in asked}
         first, reason = first_good_block(facts, {b: max(found) for b, found in shares.items()})
         head = shares[first].index(max(shares[first]))
         return AttentionRows((first,), (head,), QUERIES, f"head {head}: {reason}")
 
     def select(self, scores: Tensor, keep: int) -> Tensor:
         """Keep the tokens with the most attention."""
-        return highest(self._scores(scores[0]), keep)
-
-    def _scores(self, scores: Tensor) -> Tensor:
-        return pooled(attention_mass(scores), POOL)
-
-    def _share(self, facts: ModelFacts, block: int, head: int) -> float:
-        """Return the share of the needles that a head keeps, of the block at an index of the needles' scores."""
-        return needles_kept(facts.needles, lambda needle: self._scores(needle.scores[block][[head]]))
+        return highest(_score(scores[0]), keep)
 
 
 @hookimpl
@@ -67,7 +57,7 @@ def compressx_token_selectors() -> list[TokenSelectorSpec]:
         TokenSelectorSpec(
             name="retrieval-heads",
             summary="what the question's tokens attend to in one head, chosen once on synthetic prompts",
-            options=RetrievalHeadsOptions,
+            options=BlockOptions,
             build=RetrievalHeads,
             needles=lambda _: QUERIES,
         )

@@ -27,12 +27,10 @@ from compressx.runtime.errors import (
     said_by,
 )  # fmt: skip
 from compressx.testing.models import TINY_CONFIGS
-from compressx.testing.pruners import PRUNER_CHECKS, plans
-from compressx.testing.saved import EVALUATOR_CHECKS, EXPORTER_CHECKS, SavedSubject, can_measure, can_write
-from compressx.testing.selectors import SELECTOR_CHECKS, SelectorSubject, asks
+from compressx.testing.pruners import PRUNER_CHECKS
+from compressx.testing.saved import EVALUATOR_CHECKS, EXPORTER_CHECKS, SavedSubject
+from compressx.testing.selectors import SELECTOR_CHECKS, SelectorSubject
 from compressx.testing.subject import NoSuchPromiseError, RefusedError, Subject, expect
-
-Verdict: TypeAlias = Literal["passed", "failed", "refused", "skipped"]
 
 ARCHITECTURES = ("llama", "gpt2", "gemma3", "llama-tied", "mixtral")
 """What plugins are checked on when nothing else is said."""
@@ -53,7 +51,7 @@ class Outcome:
 
     check: str
     architecture: str
-    status: Verdict
+    status: Literal["passed", "failed", "refused", "skipped"]
     detail: str = ""
     cause: str = ""
 
@@ -75,44 +73,15 @@ class ConformanceError(AssertionError):
     """Something that breaks its contract; the message lists every check that failed."""
 
 
-@dataclass(frozen=True)
-class _Kit:
-    """How what plugins offer of one kind is checked.
+_Checks: TypeAlias = Mapping[str, Callable[[Any], None]]
 
-    Attributes:
-        kind: of plugin.
-        subject: makes what checks run on, from a spec, validated options and the name of an architecture.
-        first: the check that may refuse an architecture, and its name.
-        checks: the others, by name.
-    """
-
-    kind: Kind[Any]
-    subject: Callable[[Any, BaseModel, str], Any]
-    first: tuple[str, Callable[[Any], None]]
-    checks: Mapping[str, Callable[[Any], None]]
-
-
-_KITS = (
-    _Kit(PRUNER, Subject, ("plans without weights", plans), PRUNER_CHECKS),
-    _Kit(TOKEN_SELECTOR, SelectorSubject, ("asks for scores that are there", asks), SELECTOR_CHECKS),
-    _Kit(EVALUATOR, SavedSubject, ("measures a model", can_measure), EVALUATOR_CHECKS),
-    _Kit(EXPORTER, SavedSubject, ("writes a model", can_write), EXPORTER_CHECKS),
+_KITS: tuple[tuple[Kind[Any], Callable[[Any, BaseModel, str], Any], _Checks], ...] = (
+    (PRUNER, Subject, PRUNER_CHECKS),
+    (TOKEN_SELECTOR, SelectorSubject, SELECTOR_CHECKS),
+    (EVALUATOR, SavedSubject, EVALUATOR_CHECKS),
+    (EXPORTER, SavedSubject, EXPORTER_CHECKS),
 )
-
-
-def _kit(spec: object) -> _Kit:
-    return next(kit for kit in _KITS if isinstance(spec, kit.kind.spec))
-
-
-def known_architectures(names: Sequence[str]) -> Sequence[str]:
-    """Return architectures to check on: those named, or the usual ones.
-
-    Raises:
-        UnsupportedModelError: a name that is none.
-    """
-    if wrong := [name for name in names if name not in TINY_CONFIGS]:
-        raise UnsupportedModelError(f"no tiny model {wrong[0]!r}; {did_you_mean(wrong[0], TINY_CONFIGS)}")
-    return names or ARCHITECTURES
+"""What makes a subject from a spec, validated options and an architecture, and its checks: the first may refuse it."""
 
 
 def check_plugin(
@@ -131,7 +100,8 @@ def check_plugin(
     outcomes = conformance(spec, options=options, architectures=architectures)
     if failed := [o for o in outcomes if o.status == "failed"]:
         lines = [f"  {x[0]}" + (f" [and {len(x) - 1} more for this cause]" if x[1:] else "") for x in by_cause(failed)]
-        told = f"{_kit(spec).kind.name} {spec.name!r} fails {len(failed)} checks:"
+        kind = next(kind for kind, _, _ in _KITS if isinstance(spec, kind.spec))
+        told = f"{kind.name} {spec.name!r} fails {len(failed)} checks:"
         raise ConformanceError("\n".join([told, *lines]))
 
 
@@ -143,31 +113,32 @@ def conformance(
 
     Yields:
         What each check found. Where an architecture is refused, one outcome says so for all.
+
+    Raises:
+        UnsupportedModelError: an architecture that is none.
     """
-    known_architectures(architectures)
-    kit = _kit(spec)
+    if wrong := [name for name in architectures if name not in TINY_CONFIGS]:
+        raise UnsupportedModelError(f"no tiny model {wrong[0]!r}; {did_you_mean(wrong[0], TINY_CONFIGS)}")
+    make, checks = next((make, checks) for kind, make, checks in _KITS if isinstance(spec, kind.spec))
     first = _outcome("options round-trip", "", partial(options_round_trip, spec, options or {}))
     yield first
     if first.status == "failed":
         return
-    validated = validated_options(spec, options or {})
-    refused = 0
+    validated, refused = validated_options(spec, options or {}), 0
     for architecture in architectures:
-        subject = kit.subject(spec, validated, architecture)
-        name, check = kit.first
-        accepted = _outcome(name, architecture, partial(check, subject))
-        yield accepted
-        refused += accepted.status == "refused"
-        if accepted.status != "passed":
-            continue
-        for name, check in kit.checks.items():
-            yield _outcome(name, architecture, partial(check, subject))
+        subject = make(spec, validated, architecture)
+        for number, (name, check) in enumerate(checks.items()):
+            outcome = _outcome(name, architecture, partial(check, subject))
+            yield outcome
+            if not number and outcome.status != "passed":
+                refused += outcome.status == "refused"
+                break
     if refused == len(architectures):
         yield Outcome("accepts a model", "", "failed", f"every one of {', '.join(architectures)} was refused")
 
 
 def validated_options(spec: Any, given: Mapping[str, Any]) -> BaseModel:
-    """Validate options as a recipe's are."""
+    """Validate options as those of a recipe."""
     model: type[BaseModel] = spec.options
     return validate_options(model, given, lambda *loc: ".".join(["options", *map(str, loc)]))
 

@@ -107,8 +107,8 @@ def tiny_model(architecture: str, *, dtype: torch.dtype = torch.float32, seed: i
     return model.to(dtype).eval()
 
 
-def save_tiny_model(folder: Path, architecture: str, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> Path:
-    """Save a tiny model as a recipe's `model` may name it: with a tokenizer of `tiny_text`'s words."""
+def tiny_tokenizer() -> Any:
+    """Return a tokenizer of `tiny_text`'s words."""
     from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -118,7 +118,12 @@ def save_tiny_model(folder: Path, architecture: str, *, dtype: torch.dtype = tor
     # Whatever class transformers takes for the architecture (Qwen2 has one of its own), added tokens it finds.
     words.add_tokens([AddedToken(word, single_word=True) for word in _WORDS])
     names = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
-    PreTrainedTokenizerFast(tokenizer_object=words, **names).save_pretrained(folder)
+    return PreTrainedTokenizerFast(tokenizer_object=words, **names)
+
+
+def save_tiny_model(folder: Path, architecture: str, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> Path:
+    """Save a tiny model as a recipe's `model` may name it: with a tokenizer of `tiny_text`'s words."""
+    tiny_tokenizer().save_pretrained(folder)
     tiny_model(architecture, dtype=dtype, seed=seed).save_pretrained(folder)
     return folder
 

@@ -8,17 +8,19 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, TypeAlias
+from typing import Any
 
+from pluggy import PluginManager
 from pydantic import BaseModel
 
-from compressx.api.evaluator import EvaluatedModel, Figures
 from compressx.api.exporter import FinishedModel
-from compressx.evaluation.evaluators import ready
+from compressx.evaluation.evaluators import read_evaluators, run_evaluators
 from compressx.masks.file import MaskEntry, weight_sha256
 from compressx.masks.maskset import MaskSet
 from compressx.models.access import InMemory
 from compressx.models.architecture import architecture_of
+from compressx.plugins.kinds import EVALUATOR
+from compressx.plugins.manager import Plugins
 from compressx.runtime.errors import CompressxError, PluginError, blamed_on
 from compressx.runtime.quiet import quiet_libraries
 from compressx.testing.models import save_tiny_model
@@ -52,37 +54,27 @@ def _finished(subject: SavedSubject) -> Iterator[FinishedModel]:
         yield FinishedModel(folder, access, AutoTokenizer.from_pretrained(folder), masks)
 
 
-def _figures(subject: SavedSubject, found: FinishedModel) -> Figures:
-    evaluator = ready(subject.spec, subject.options, found.tokenizer, found.access.model)
-    return evaluator.evaluate(EvaluatedModel(found.access, found.tokenizer))
+def _measure(subject: SavedSubject, found: FinishedModel) -> None:
+    plugins = Plugins(PluginManager("compressx"), (), {EVALUATOR.key: {subject.spec.name: subject.spec}})
+    evaluators = read_evaluators({subject.spec.name: subject.options}, plugins, found.tokenizer, found.access.model)
+    expect(bool(run_evaluators(found.access, found.tokenizer, evaluators)), "evaluate returned no figure")
 
 
-def can_measure(subject: SavedSubject) -> None:
-    """Measure a model; one that it says it cannot measure is refused."""
-    with refusals(CompressxError, but=PluginError), _finished(subject) as found:
-        figures = _figures(subject, found)
-    expect(bool(figures), "evaluate returned no figure")
-
-
-def _export(subject: SavedSubject, found: FinishedModel) -> Path:
+def _export(subject: SavedSubject, found: FinishedModel) -> None:
     folder: Path = found.folder.parent / "exports" / subject.spec.name
     folder.mkdir(parents=True)
     with blamed_on(f"exporter {subject.spec.name!r}"):
         subject.spec.build(subject.options).export(found, folder)
-    return folder
+    expect(any(path.is_file() for path in folder.rglob("*")), "export wrote no file into its folder")
 
 
-def can_write(subject: SavedSubject) -> None:
-    """Write a model; one that it says it cannot write is refused."""
+def _used(use: Callable[[SavedSubject, FinishedModel], None], subject: SavedSubject) -> None:
+    """Measure or write a model; one that the plugin says it cannot is refused."""
     with refusals(CompressxError, but=PluginError), _finished(subject) as found:
-        folder = _export(subject, found)
-        expect(any(path.is_file() for path in folder.rglob("*")), "export wrote no file into its folder")
+        use(subject, found)
 
 
-Use: TypeAlias = Callable[[SavedSubject, FinishedModel], object]
-
-
-def _model(use: Use, subject: SavedSubject) -> None:
+def _untouched(use: Callable[[SavedSubject, FinishedModel], None], subject: SavedSubject) -> None:
     with _finished(subject) as found:
         before = Snapshot(found.access.model)
         use(subject, found)
@@ -90,8 +82,10 @@ def _model(use: Use, subject: SavedSubject) -> None:
 
 
 EVALUATOR_CHECKS: Mapping[str, Callable[[SavedSubject], None]] = {
-    "leaves the model as it is": partial(_model, _figures),
+    "measures a model": partial(_used, _measure),
+    "leaves the model as it is": partial(_untouched, _measure),
 }
 EXPORTER_CHECKS: Mapping[str, Callable[[SavedSubject], None]] = {
-    "leaves the model as it is": partial(_model, _export),
+    "writes a model": partial(_used, _export),
+    "leaves the model as it is": partial(_untouched, _export),
 }

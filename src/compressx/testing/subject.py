@@ -118,19 +118,13 @@ class Subject:
     @property
     def different(self) -> list[Claim]:
         """One pattern of each sort: of weights, and of every kind of units."""
-        return [first for first, _ in self._sorts]
+        return [*{getattr(claim, "unit", ""): claim for claim in reversed(self.patterns)}.values()][::-1]
 
     @property
     def few(self) -> list[Claim]:
         """The first and the last pattern of each sort."""
-        return list(dict.fromkeys(claim for both in self._sorts for claim in both))
-
-    @cached_property
-    def _sorts(self) -> list[tuple[Claim, Claim]]:
-        sorts: dict[str, list[Claim]] = {}
-        for claim in self.patterns:
-            sorts.setdefault(claim.unit if isinstance(claim, Whole) else "", []).append(claim)
-        return [(claims[0], claims[-1]) for claims in sorts.values()]
+        last = {getattr(claim, "unit", ""): claim for claim in self.patterns}
+        return [*dict.fromkeys((*self.different, *last.values()))]
 
     @cached_property
     def names(self) -> tuple[str, ...]:
@@ -192,15 +186,16 @@ class Subject:
         return None
 
     def scene(
-        self, *, weights: bool = True, dtype: torch.dtype = torch.float32, batches: Sequence[int] = (4, 4),
-        tokens: Tensor | None = None, change: Callable[[Any], None] | None = None, device: str = "cpu",
+        self, *, weights: bool = True, dtype: torch.dtype = torch.float32, matmul_dtype: torch.dtype | None = None,
+        batches: Sequence[int] = (4, 4), tokens: Tensor | None = None, change: Callable[[Any], None] | None = None,
+        device: str = "cpu",
     ) -> Scene:  # fmt: skip
         """Make a fresh model and run it up to its first block, on batches of so many sequences."""
         model = tiny_model(self.architecture, dtype=dtype).to(device)
         if change is not None:
             with torch.no_grad():
                 change(model)
-        access, found = InMemory(model), architecture_of(model)
+        access, found = InMemory(model, matmul_dtype), architecture_of(model)
         if not weights:
             model.to("meta")
             block, _ = next(each_block(access, found, dict.fromkeys(found.blocks, ())))

@@ -110,7 +110,6 @@ def test_a_ratio_is_the_median_of_rounds_that_are_compared_with_their_own() -> N
         ["dense", "500 (111 to 1,000)", "1.00 (1.00 to 1.00)", "5.0 (5.0 to 5.0)", "1.00 (1.00 to 1.00)"],
         ["pruned", "333 (250 to 1,000)", "2.00 (0.25 to 3.00)", "10.0 (2.5 to 20.0)", "2.00 (0.50 to 4.00)"],
     ]
-    assert found.to_dict()["models"][1]["prefill"]["ratio"] == {"median": 2.0, "least": 0.25, "most": 3.0}
 
 
 @pytest.mark.parametrize(
@@ -130,7 +129,7 @@ def test_the_command_shows_models_side_by_side_or_prints_json(work: Path) -> Non
     assert [line.split()[0] for line in shown.splitlines() if line.startswith((" one", " two"))] == ["one", "two"]
     plain = json.loads(printed("bench", "one", *few, "--json"))
     assert plain["tokens"] == {"prefill": 4, "decode": 2}
-    assert [len(model[stage]["seconds"]) for model in plain["models"] for stage in plain["tokens"]] == [2, 2]
+    assert [len(model[stage]) for model in plain["seconds"] for stage in plain["tokens"]] == [2, 2]
 
 
 @pytest.mark.slow
@@ -138,7 +137,7 @@ def test_gguf_files_run_in_llama_cpp(work: Path) -> None:
     write_gguf(work / "tiny.gguf")
     plain = json.loads(printed("bench", "tiny.gguf", "one", "--rounds", "1", "--new-tokens", "3", "--prompt-tokens",
                                "8", "--threads", str(torch.get_num_threads()), "--json"))  # fmt: skip
-    assert [model["decode"]["seconds"][0] > 0 for model in plain["models"]] == [True, True]
+    assert [model["decode"][0] > 0 for model in plain["seconds"]] == [True, True]
 
 
 def test_what_cannot_be_timed_is_refused_with_the_option_or_the_file(

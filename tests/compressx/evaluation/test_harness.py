@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import lm_eval.tasks as lm_eval_tasks
 import numpy as np
 import pytest
 import torch
@@ -49,8 +50,6 @@ for arguments in json.loads(sys.argv[1]):
     cli_evaluate()
 """
 
-DOCUMENTS = ["A pruned model\nstill talks.", "It loses  {{ little }}."]
-
 
 def settings(*tasks: Any, **values: Any) -> LmEval:
     return LmEval.model_validate({"tasks": list(tasks), **values})
@@ -61,10 +60,6 @@ trusted = partial(settings, trust_task_code=True)
 
 def check(asked: LmEval) -> None:
     HarnessEvaluator(asked).check(None, None, lambda *_: contextlib.nullcontext())
-
-
-def rolling(name: str) -> dict[str, Any]:
-    return {"name": name, "dataset": "python-docs"}
 
 
 @pytest.fixture
@@ -96,12 +91,15 @@ def few_tasks(project: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 class TestCheck:
-    def test_names_files_and_datasets_of_ours_pass_and_the_index_is_built_once(self, few_tasks, monkeypatch):
-        check(trusted("letters_easy", "tasks/letters_hard.yaml", rolling("docs")))
+    def test_names_and_files_pass_and_the_index_is_built_once_and_for_names_alone(self, few_tasks, monkeypatch):
+        build, _ = lm_eval_tasks.TaskManager, monkeypatch.delattr("lm_eval.tasks.TaskManager")
+        check(trusted("tasks/letters.yaml"))
+        monkeypatch.setattr("lm_eval.tasks.TaskManager", build, raising=False)
+        check(trusted("letters_easy", "tasks/letters_hard.yaml"))
         monkeypatch.delattr("lm_eval.tasks.TaskManager")
-        check(settings("letters", rolling("docs")))
+        check(settings("letters"))
 
-    @pytest.mark.parametrize("forged", ["/evil.yaml", "{folder}/../evil.yaml", "{folder}x/evil.yaml", 3])
+    @pytest.mark.parametrize("forged", ["/evil.yaml", "{folder}/../evil.yaml", 3])
     def test_a_cached_index_that_names_a_file_elsewhere_is_built_anew(self, few_tasks: Path, forged: Any) -> None:
         check(settings("letters_easy"))
         (entry,) = (few_tasks.parent / "cache" / "harness").iterdir()
@@ -119,26 +117,17 @@ class TestCheck:
         Path("evil").write_text(f"task: evil\ninclude: {few_tasks}/letters_easy.yaml\n")
         check(settings("evil"))
         with pytest.raises(RecipeError, match="the harness has no task 'evil'"):
-            run_tasks(tiny_model("llama"), tokenizer, settings("evil"), {})
+            run_tasks(tiny_model("llama"), tokenizer, settings("evil"))
 
     @pytest.mark.parametrize(
         ("asked", "told"),
-        [("leters_easy", r"no task is named 'leters_easy'; the nearest are letters_easy, letters"),
-         ("qqqqq", "no name is near"), ("mine.yaml", r"no such file: mine\.yaml \(looked in "),
-         ("tasks", r"no task is named 'tasks'; .* as the path of its \.yaml file$")],
+        [("leters_easy", r"no task is named 'leters_easy'; did you mean 'letters_easy'\? `lm-eval ls tasks` lists"),
+         ("qqqqq", r"'qqqqq'; `lm-eval.* as the path of its \.yaml file$"),
+         ("mine.yaml", r"no such file: mine\.yaml \(looked in ")],
     )  # fmt: skip
     def test_a_task_that_is_not_there_is_told(self, few_tasks: Path, asked: str, told: str) -> None:
         with pytest.raises(RecipeError, match=told):
             check(trusted(asked))
-
-    def test_files_and_datasets_of_ours_need_no_index(self, few_tasks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.delattr("lm_eval.tasks.TaskManager")
-        check(trusted("tasks/letters.yaml", rolling("docs")))
-
-    @pytest.mark.parametrize("tasks", [("letters", "letters"), ("letters", rolling("letters")), (rolling("needle"),)])
-    def test_a_name_may_occur_only_once_and_is_no_metrics(self, tasks: tuple[Any, ...]) -> None:
-        with pytest.raises(ValueError, match=r"a task cannot be named '(letters|needle)', as another task or a metric"):
-            settings(*tasks)
 
     def test_the_real_harness_knows_wikitext(self, project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Of its thousands of tasks, whose index takes seconds, only the folder with this one is read."""
@@ -148,7 +137,7 @@ class TestCheck:
         monkeypatch.setattr(harness, "TaskManager", lambda: here(include_path=f"{harness.__path__[0]}/wikitext"))
         monkeypatch.setenv("COMPRESSX_CACHE", str(project / "cache"))
         check(settings("wikitext"))
-        with pytest.raises(RecipeError, match="no task is named 'wikitxt'; the nearest are wikitext"):
+        with pytest.raises(RecipeError, match="no task is named 'wikitxt'; did you mean 'wikitext'"):
             check(settings("wikitxt"))
 
 
@@ -157,9 +146,7 @@ EVIL = "process_docs: !function evil.run"
 RUN = "from pathlib import Path\n\ndef run(rows):\n    Path('ran').touch()\n    return rows\n"
 TASK_FILES = {
     "without any code": {"mine.yaml": f"task: mine\n{EASY}"},
-    "of the other ending": {"mine.yml": f"task: mine\n{EASY}\n{EVIL}"},
-    "in a folder": {"deep/mine.yaml": f"task: mine\n{EASY}\n{EVIL}"},
-    "by its whole path": {"{project}/mine.yaml": f"task: mine\n{EASY}\n{EVIL}"},
+    "of the other ending, by its whole path": {"{project}/deep/mine.yml": f"task: mine\n{EASY}\n{EVIL}"},
     "of a group": {"tasks/mine.yaml": f"group: mine\ntask: [letters_easy]\n{EVIL}"},
     "of the harness itself": {"tasks/letters_easy.yaml": ""},
 }
@@ -209,40 +196,21 @@ class TestTrust:
     def test_it_runs_if_it_is_trusted(self, task: str, tokenizer: Any, project: Path, request: Any) -> None:
         check(asked := trusted(task))
         assert not (project / "ran").exists()
-        measured = run_tasks(tiny_model("llama"), tokenizer, asked, {})
+        measured = run_tasks(tiny_model("llama"), tokenizer, asked)
         assert {figures["acc"] for figures in measured.values() if figures} == {0.5}
         code = any(EVIL in text for text in request.node.callspec.params["task"].values())
         assert (project / "ran").exists() == code
-
-    @pytest.mark.slow
-    def test_so_it_does_in_every_command(self, commands: list[list[str]], project: Path) -> None:
-        trust = ["--set", "evaluate.lm_eval.trust_task_code=true"]
-        printed("plan", "r.yaml", *trust)
-        assert not (project / "ran").exists()
-        for command in ([*c, *trust] for c in commands):
-            assert "mine" in printed(*command)
-            (project / "ran").unlink()
-        assert "mine" in printed("eval", "m", "--tasks", "mine.yaml", "--trust-task-code")
 
     def test_a_name_is_the_harness_own_task_whatever_is_called_so_here(self, few_tasks: Path, tokenizer: Any) -> None:
         for shadow in ("letters_easy", "letters_easy.yaml"):
             Path(shadow).write_text(f"task: letters_easy\ninclude: {few_tasks}/letters_easy.yaml\n{EVIL}")
         check(settings("letters_easy"))
-        assert run_tasks(tiny_model("llama"), tokenizer, settings("letters_easy"), {})["letters_easy"]["acc"] == 0.5
+        assert run_tasks(tiny_model("llama"), tokenizer, settings("letters_easy"))["letters_easy"]["acc"] == 0.5
 
 
-@pytest.mark.parametrize(
-    ("tasks", "told"),
-    [(("tasks/letters_easy.yaml",), "KeyError: 'tst'"), (("letters", "letters_hard"), "ValueError: Duplicate task")],
-)
-def test_a_task_that_the_harness_cannot_run_is_told_in_one_line(
-    few_tasks: Path, tokenizer: Any, tasks: tuple[str, ...], told: str
-) -> None:
-    file = few_tasks / "letters_easy.yaml"
-    if len(tasks) == 1:
-        file.write_text(file.read_text().replace("test_split: test", "test_split: tst"))
-    asked = {"lm_eval": {"tasks": [*tasks], "trust_task_code": True}}
-    with pytest.raises(PluginError, match=f"^evaluator 'lm_eval': {told}") as refused:
+def test_tasks_that_the_harness_cannot_run_are_told_in_one_line(few_tasks: Path, tokenizer: Any) -> None:
+    asked = {"lm_eval": {"tasks": ["letters", "letters_hard"], "trust_task_code": True}}
+    with pytest.raises(PluginError, match=r"^evaluator 'lm_eval': ValueError: Duplicate task") as refused:
         measure(InMemory(tiny_model("llama")), tokenizer, evaluators(**asked))
     assert "\n" not in str(refused.value)
 
@@ -259,16 +227,6 @@ def test_a_chat_template_forges_no_line_of_a_message(tokenizer: Any) -> None:
 
 
 class TestSettings:
-    @pytest.mark.parametrize(
-        ("values", "complaint"),
-        [({"num_fewshot": 2}, "num_fewshot cannot apply to the task 'docs', which is a dataset"),
-         ({"apply_chat_template": True}, "apply_chat_template cannot apply to the task 'docs'"),
-         ({"batch_size": "many"}, "batch_size")],
-    )  # fmt: skip
-    def test_keys_that_would_have_no_effect_are_refused(self, values: dict[str, Any], complaint: str) -> None:
-        with pytest.raises(ValueError, match=complaint):
-            settings("arc_easy", rolling("docs"), **values)
-
     @pytest.mark.parametrize(
         ("changes", "told"),
         [({}, r"^lm_eval.apply_chat_template is true, but the model's tokenizer has no chat template: expected an in"),
@@ -312,7 +270,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 )  # fmt: skip
 def test_what_the_harness_is_asked_is_what_is_set(few_tasks, tokenizer, asked, caplog, given, passed) -> None:
     tokenizer.chat_template = CHAT
-    run_tasks(tiny_model("llama"), tokenizer, settings("tasks/letters_easy.yaml", **given), {})
+    run_tasks(tiny_model("llama"), tokenizer, settings("tasks/letters_easy.yaml", **given))
     assert tuple(asked[0][key] for key in ("num_fewshot", "apply_chat_template", "fewshot_as_multiturn")) == passed
     assert asked[0]["batch_size"] == 4, "on the CPU nothing tries out how much memory there is"
     told = "num_fewshot is 5, but fixed set 0 and ran without"
@@ -360,10 +318,23 @@ VARIANTS = ("16_examples", "no_examples", "flipped_examples")
 def accuracies(model: Any, tokenizer: Any, **values: Any) -> list[float]:
     """Run the task and return what share each of its variants answers right."""
     asked = settings(str(IN_CONTEXT), trust_task_code=True, **values)
-    figures = run_tasks(model, tokenizer, asked, {})
+    figures = run_tasks(model, tokenizer, asked)
     return [figures[f"in_context::{variant}"]["acc"] for variant in VARIANTS]
 
 
+@pytest.fixture
+def without_defaults(few_tasks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The harness's own tasks, where members of a group in a file may be, take many seconds to index."""
+    from lm_eval.tasks.manager import TaskManager
+
+    def made(include_path: list[str] | None, include_defaults: bool) -> Any:
+        assert include_defaults
+        return TaskManager(include_path=include_path, include_defaults=False)
+
+    monkeypatch.setattr("lm_eval.tasks.TaskManager", made)
+
+
+@pytest.mark.usefixtures("without_defaults")
 class TestInContext:
     @pytest.fixture
     def module(self) -> Any:
@@ -416,7 +387,7 @@ class TestInContext:
             return answers
 
         monkeypatch.setattr("lm_eval.models.huggingface.HFLM.loglikelihood", follow)
-        assert accuracies(tiny_model("llama"), tokenizer) == [1.0, 0.5, 0.0]
+        assert accuracies(tiny_model("llama"), tokenizer, limit=40) == [1.0, 0.5, 0.0]
         shown, none, flipped = (prompts[f"in_context::{variant}"] for variant in VARIANTS)
         assert flipped == [re.sub(": ([AB])", lambda m: ": " + "BA"["AB".index(m[1])], prompt) for prompt in shown]
         assert none == [prompt.rsplit("\n", 1)[-1] for prompt in shown]
@@ -424,66 +395,30 @@ class TestInContext:
 
     @pytest.mark.slow
     def test_a_real_model_follows_the_examples(self, smollm2: Any) -> None:
-        """Measured: 0.95 and 0.1. Chance is right about 33 or more of 40 documents twice in 100,000 times."""
-        with_examples, without, flipped = accuracies(smollm2.model, smollm2.tokenizer, limit=40)
+        """Of 40 documents 0.95 and 0.1. Chance is right about 17 or more of 20 once in 800 times."""
+        with_examples, without, flipped = accuracies(smollm2.model, smollm2.tokenizer, limit=20)
         assert without == 0.5
         assert with_examples > 0.8
         assert flipped < 0.2
 
 
 class TestRunTasks:
-    def test_a_rolling_task_scores_every_token_after_the_beginning_of_sequence_of_the_first_documents(
-        self, tokenizer: Any, capfd: pytest.CaptureFixture[str]
+    def test_tasks_run_in_silence_and_without_a_trace_in_random_states_or_the_tokenizer(
+        self, few_tasks: Path, tokenizer: Any, capfd: pytest.CaptureFixture[str]
     ) -> None:
-        """Whatever the batch size, in silence, and without a trace in random states or the tokenizer."""
-        model = tiny_model("llama")
         before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            asked = settings(rolling("docs"), limit=2, batch_size=4)
-            measured = run_tasks(model, tokenizer, asked, {"docs": [*DOCUMENTS, "and no further"]})["docs"]
+            run_tasks(tiny_model("llama"), tokenizer, settings("letters_easy", limit=2))
         sys.stdout.write("afterwards\n")
         assert capfd.readouterr() == ("afterwards\n", "")
         assert torch.equal(before[0], torch.get_rng_state())
         assert before[1:] == (random.getstate(), np.random.get_state()[1].tolist())
         assert tokenizer.pad_token is None
-        loss = 0.0
-        for document in DOCUMENTS:
-            ids = torch.tensor([1, *document.encode()])
-            with torch.no_grad():
-                likelihoods = model.double()(ids[None]).logits[0, :-1].log_softmax(-1)
-            loss -= likelihoods.gather(1, ids[1:, None]).sum().item()
-        words, characters = sum(len(d.split()) for d in DOCUMENTS), sum(map(len, DOCUMENTS))
-        assert measured == {
-            "word_perplexity": pytest.approx(math.exp(loss / words), rel=1e-4),
-            "byte_perplexity": pytest.approx(math.exp(loss / characters), rel=1e-4),
-            "bits_per_byte": pytest.approx(loss / characters / math.log(2), rel=1e-4),
-        }
 
     @pytest.mark.slow
-    def test_names_and_groups_are_found_in_the_index_and_a_file_gives_its_metric_and_standard_error(
-        self, few_tasks: Path, tokenizer: Any
-    ) -> None:
-        """The four questions are the same and the right answer alternates: two of four, whatever the model."""
-        model, error = tiny_model("llama"), pytest.approx(math.sqrt(0.25 / 3))
-        measured = run_tasks(model, tokenizer, settings("tasks/letters_easy.yaml"), {})
-        assert measured == {"letters_easy": {"acc": 0.5, "acc_stderr": error}}
-        measured = run_tasks(model, tokenizer, settings("letters"), {})
-        assert {name: metrics["acc"] for name, metrics in measured.items()} == {
-            "letters": 0.5, "letters_easy": 0.5, "letters_hard": 0.5
-        }  # fmt: skip
-
-    @pytest.mark.slow
-    def test_a_group_from_a_file_finds_its_tasks_beside_it(self, few_tasks, tokenizer, monkeypatch):
-        def without_defaults(include_path: list[str] | None, include_defaults: bool) -> Any:
-            assert include_defaults  # where other members are
-            return real(include_path=include_path, include_defaults=False)
-
-        from lm_eval.tasks import manager
-
-        real = manager.TaskManager
-        monkeypatch.setattr("lm_eval.tasks.TaskManager", without_defaults)
-        measured = run_tasks(tiny_model("llama"), tokenizer, settings("tasks/letters.yaml"), {})
+    def test_a_group_from_a_file_finds_its_tasks_beside_it(self, few_tasks, tokenizer, without_defaults):
+        measured = run_tasks(tiny_model("llama"), tokenizer, settings("tasks/letters.yaml"))
         assert {name: metrics["acc"] for name, metrics in measured.items()} == {
             "letters": 0.5, "letters_easy": 0.5, "letters_hard": 0.5
         }  # fmt: skip
@@ -491,21 +426,25 @@ class TestRunTasks:
     def test_a_dataset_that_cannot_be_fetched_is_an_error_of_the_text(self, few_tasks: Path, tokenizer: Any) -> None:
         (few_tasks / "rows.jsonl").unlink()
         with pytest.raises(CalibrationError, match="dataset of a task could not be fetched"):
-            run_tasks(tiny_model("llama"), tokenizer, settings("tasks/letters_easy.yaml"), {})
+            run_tasks(tiny_model("llama"), tokenizer, settings("tasks/letters_easy.yaml"))
 
     @pytest.mark.parametrize("factor", [math.nan, 1e5])
-    def test_a_broken_model_is_named_as_such(self, tokenizer: Any, factor: float) -> None:
+    def test_a_broken_model_is_named_as_such(self, few_tasks: Path, tokenizer: Any, factor: float) -> None:
         model = tiny_model("llama")
         model.lm_head.weight.data.mul_(factor)
+        (few_tasks / "whole.yaml").write_text(
+            f"task: whole\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: {few_tasks}/rows.jsonl}}}}\n"
+            'test_split: test\noutput_type: loglikelihood_rolling\ndoc_to_text: ""\ndoc_to_target: "a text"\n'
+        )
         with pytest.raises(CalibrationError, match="weights are broken"):
-            run_tasks(model, tokenizer, settings(rolling("docs")), {"docs": DOCUMENTS})
+            run_tasks(model, tokenizer, settings("tasks/whole.yaml"))
 
     def test_a_token_that_the_model_does_not_know_is_named(self, few_tasks: Path, tokenizer: Any) -> None:
         model = tiny_model("llama")
         model.resize_token_embeddings(99)
         told = r"^the text of a task of lm_eval has the token id 99 \('c'\), and LlamaForCausalLM knows 0 to 98; use"
         with pytest.raises(CalibrationError, match=told):
-            run_tasks(model, tokenizer, settings("letters_easy"), {})
+            run_tasks(model, tokenizer, settings("letters_easy"))
 
 
 class TestSelection:
@@ -538,17 +477,17 @@ class TestSelection:
                 InMemory(model), tokenizer
             )
         tokenizer.model_max_length, tokenizer.eos_token, tokenizer.pad_token = 128, "</s>", "<s>"
-        return seen, run_tasks(model, tokenizer, written, {}, select and (lambda: select))
+        return seen, run_tasks(model, tokenizer, written, select and (lambda: select))
 
     def test_a_task_that_generates_text_needs_an_end_and_padding_that_the_model_knows(self, written, tokenizer) -> None:
         """Often a `[PAD]` was added to a tokenizer and not to the model; rows of other lengths are filled with it."""
         tokenizer.model_max_length = 128
         with pytest.raises(CalibrationError, match=r"^lm_eval ends texts that it has written at EOS, and there "):
-            run_tasks(tiny_model("llama"), tokenizer, written, {})
+            run_tasks(tiny_model("llama"), tokenizer, written)
         tokenizer.eos_token = "</s>"  # noqa: S105 - no secret
         tokenizer.add_special_tokens({"pad_token": "[PAD]"})
         with pytest.raises(CalibrationError, match=r"of lm_eval has the token id 128 \('\[PAD\]'\), and Llama"):
-            run_tasks(tiny_model("llama"), tokenizer, written, {})
+            run_tasks(tiny_model("llama"), tokenizer, written)
 
     def test_a_task_that_generates_text_reads_the_selected_tokens_only(self, written: LmEval, tokenizer: Any) -> None:
         (whole,), _ = self.read(written, tokenizer, None)

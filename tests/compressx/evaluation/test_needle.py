@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from contextlib import nullcontext
 from pathlib import Path
@@ -23,7 +22,7 @@ from compressx.plugins.manager import load_plugins
 from compressx.prompts.needles import MEASURING
 from compressx.prompts.selection import SelectorSettings
 from compressx.recipe.sections import SelectTokens
-from compressx.runtime.errors import CalibrationError, CompressxError, PluginError
+from compressx.runtime.errors import CalibrationError, CompressxError
 from compressx.testing import tiny_model
 
 LENGTHS = [150, 200]
@@ -59,9 +58,6 @@ def test_a_grid_has_every_length_depth_and_sentence_once(tokenizer: Any, hay: to
     places = [int(x.places[0]) for x in asked if len(x.ids) == LENGTHS[0]][::2]
     assert places == sorted(places)
     assert places[0] < 10
-
-
-def test_one_depth_is_the_middle(tokenizer: Any, hay: torch.Tensor) -> None:
     assert {x.depth for x in grid_prompts(tokenizer, hay, settings(depths=1))} == {0.5}
 
 
@@ -177,6 +173,8 @@ PROMPTS = {"evaluate": {"needle": NEEDLE}, "select_tokens": SELECT}
       r"<dict>:evaluate.needle.lengths\[1\]: evaluate.needle: a prompt of 4096"),
      ({"evaluate": {"needle": {**NEEDLE, "lengths": [100, 100]}}}, "expected different ones, of 64 or more"),
      ({"evaluate": {"needle": {**NEEDLE, "lengths": [10]}}}, "expected different ones, of 64 or more"),
+     ({"evaluate": {"needle": NEEDLE, "token_perplexity": {"datasets": {"needle": "python-docs"}}}},
+      "<dict>:evaluate.token_perplexity: needle and token_perplexity both name what they measure 'needle'; choose an"),
      ({"evaluate": {"sample": {"prompt": "ab", "tokens": 200}}}, r"evaluate\.sample: a prompt of 1 tokens and 200"),
      ({"prune": None, "select_tokens": None}, "<dict>: missing key 'prune', a list of rules, such as"),
      ({"prune": None}, "<dict>:calibration: calibration is there, but nothing is pruned; add prune")],
@@ -196,13 +194,3 @@ def test_eval_refuses_prompts_that_the_model_has_no_room_for_before_it_loads_wei
     asked = evaluators(needle={"dataset": "python-docs", "lengths": [200]})
     with pytest.raises(CalibrationError, match=r"evaluate\.needle: a prompt of 200 tokens and 16"):
         evaluate_saved(source_of(str(saved)), asked, plugins())
-
-
-@pytest.mark.parametrize("count", [-1, True, 1.5])
-def test_a_selector_with_an_impossible_number_of_queries_is_named(count: Any, tokenizer: Any) -> None:
-    plugins = load_plugins()
-    spec = dataclasses.replace(plugins.offers["token_selectors"]["gemfilter"], needles=lambda _: count)
-    changed = dataclasses.replace(plugins, offers={**plugins.offers, "token_selectors": {"gemfilter": spec}})
-    select = SelectTokens.model_validate({"selector": "gemfilter", "keep": 0.5})
-    with pytest.raises(PluginError, match="needles of token selector 'gemfilter' must return a number of queries"):
-        SelectorSettings(select, changed).prepare(model(), tokenizer)

@@ -69,13 +69,6 @@ class TestTokenPerplexity:
             token_perplexity(InMemory(model), torch.full((1, 4), 1000))
         assert [m.training for m in model.modules()] == before, "after an error, too"
 
-    def test_progress_counts_windows(self) -> None:
-        told: list[tuple[int, int]] = []
-        token_perplexity(
-            InMemory(tiny_model("llama")), tiny_tokens(sequences=7), batch_size=3, progress=lambda *x: told.append(x)
-        )
-        assert told == [(3, 7), (6, 7), (7, 7)]
-
     def test_the_first_window_that_is_not_finite_or_too_unlikely_for_exp_is_named(self) -> None:
         model, windows = tiny_model("llama"), tiny_tokens(sequences=6).clamp(min=4)
         windows[4, 3] = 3
@@ -97,17 +90,16 @@ def text(project: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 TOKENS = {"dataset": {"text": "*.txt"}, "sequence_length": 16}
-DOCS = {"name": "docs", "dataset": {"text": "*.txt"}}
+TASKS = {"lm_eval": {"tasks": ["wikitext"]}}
 
 
 class TestEvaluate:
-    def test_token_perplexity_is_taken_over_the_first_windows_of_the_text(self, text: Path, tokenizer: Any) -> None:
+    def test_the_first_windows_of_a_text_that_are_not_blank_are_measured(self, text: Path, tokenizer: Any) -> None:
         model = tiny_model("llama")
         ids = torch.tensor(list((text / "a.txt").read_bytes()))
         measured = measure(InMemory(model), tokenizer, settings(token_perplexity={**TOKENS, "samples": 3}))
-        assert measured == {
-            "token_perplexity": pytest.approx(token_perplexity(InMemory(model), ids[:48].view(3, 16)), rel=1e-6)
-        }
+        expected = token_perplexity(InMemory(model), ids[:48].view(3, 16))
+        assert measured == {"token_perplexity": pytest.approx(expected, rel=1e-6)}
 
     def test_of_several_texts_each_is_measured_under_its_name(self, text: Path, tokenizer: Any) -> None:
         (text / "c.txt").write_text("pack my box with five dozen liquor jugs " * 3)
@@ -121,29 +113,6 @@ class TestEvaluate:
         assert found == {"fox": figures[0], "box": figures[1]}
         assert told[-1] == (sum(map(len, ready[0].text.values())),) * 2
         assert [done for done, _ in told] == sorted(done for done, _ in told)
-
-    @pytest.mark.slow
-    def test_each_figure_carries_its_name_and_documents_of_blanks_count_no_words(self, text, tokenizer, capfd):
-        """Nor does git complain where there is no repository, and the training mode is put back."""
-        model = tiny_model("llama").train()
-        asked = settings(token_perplexity=TOKENS, lm_eval={"tasks": [DOCS]})
-        measured = measure(InMemory(model), tokenizer, asked)
-        docs = measured["docs"]
-        assert isinstance(docs, dict)
-        assert measured == {"token_perplexity": measured["token_perplexity"], "docs": docs, **docs}
-        assert set(docs) == {"word_perplexity", "byte_perplexity", "bits_per_byte"}
-        assert docs["bits_per_byte"] == pytest.approx(math.log2(docs["byte_perplexity"]))
-        alone = settings(lm_eval={"tasks": [{**DOCS, "dataset": {"text": "a.txt"}}]})
-        assert measure(InMemory(model), tokenizer, alone)["docs"] == docs
-        assert all(module.training for module in model.modules())
-        assert "fatal" not in capfd.readouterr().err
-
-    @pytest.mark.slow
-    def test_of_two_rolling_tasks_neither_is_the_word_perplexity(self, text: Path, tokenizer: Any) -> None:
-        tasks = [DOCS, {**DOCS, "name": "again"}]
-        measured = measure(InMemory(tiny_model("llama")), tokenizer, settings(lm_eval={"tasks": tasks}))
-        assert set(measured) == {"docs", "again"}
-        assert measured["docs"] == measured["again"]
 
 
 class TestEvaluateCached:
@@ -165,7 +134,7 @@ class TestEvaluateCached:
         return model
 
     def test_the_same_evaluation_runs_the_model_once(self, text: Path, tokenizer: Any, model: Any) -> None:
-        asked = settings(token_perplexity=TOKENS, lm_eval={"tasks": [DOCS]})
+        asked = settings(token_perplexity=TOKENS, **TASKS)
         first = measure(InMemory(model), tokenizer, asked, "dense")
         runs = model.runs
         assert runs > 0
@@ -189,11 +158,10 @@ class TestEvaluateCached:
             model.config.rms_norm_eps = eps
             assert runs(asked) == (eps == 1e-3), "the config of the model counts"
         assert runs(settings(token_perplexity={**TOKENS, "sequence_length": 8}))
-        with_tasks = settings(lm_eval={"tasks": [DOCS]})
+        with_tasks = settings(**TASKS)
         assert (runs(with_tasks), runs(with_tasks)) == (1, 0)
         (text / "a.txt").write_text((text / "a.txt").read_text().replace("fox", "cat"))
         assert runs(asked)
-        assert runs(with_tasks)
         tokenizer.add_special_tokens({"pad_token": "<s>"})
         assert (runs(with_tasks), runs(with_tasks)) == (1, 0)
         tokenizer.backend_tokenizer.normalizer = normalizers.Lowercase()
@@ -242,7 +210,6 @@ class TestEvaluateCached:
         assert path.read_text() != "{"
 
     def test_a_task_file_is_always_measured_since_it_may_read_whatever_it_likes(self, text, tokenizer, model) -> None:
-        (text / "mine.yaml").write_text("task: mine\n")
         asked = settings(lm_eval={"tasks": ["mine.yaml"], "trust_task_code": True})
         first = measure(InMemory(model), tokenizer, asked, "dense")
         runs = model.runs

@@ -9,16 +9,10 @@ from typing import Any
 import pytest
 import torch
 from tests.compressx.evaluation.measuring import evaluators, measure, read
-from tests.compressx.saved import save_tiny
 
 from compressx.api.evaluator import EvaluatedModel
-from compressx.evaluation.evaluators import run_evaluators
 from compressx.evaluation.sample import Sample, SampleEvaluator, prompt_ids
 from compressx.models.access import InMemory
-from compressx.models.checkpoint import find_checkpoint
-from compressx.models.loading import load_tokenizer
-from compressx.models.streaming import open_model
-from compressx.recipe.sources import ModelSource
 from compressx.runtime.errors import CalibrationError
 from compressx.testing import tiny_model
 
@@ -52,7 +46,7 @@ def test_a_prompt_may_be_a_users_message_and_needs_a_template_a_token_and_room_f
     assert tokenizer.decode(prompt_ids(chat, tokenizer)[0]) == "<user>ab"
     tokenizer.chat_template += "{% if add_generation_prompt %}<me>{% endif %}"
     assert tokenizer.decode(prompt_ids(chat, tokenizer)[0]) == "<user>ab<me>"
-    for hostile in ("{{ raise_exception('no') }}", "{% for", "{{ ''.__class__.__mro__ }}", 5):
+    for hostile in ("{{ raise_exception('no') }}", "{{ ''.__class__.__mro__ }}", 5):
         tokenizer.chat_template = hostile
         with pytest.raises(
             CalibrationError, match=r"^evaluate.sample \(roles user\): the tokenizer's chat template refuses"
@@ -73,17 +67,3 @@ def test_a_sample_is_measured_cached_and_is_no_number(tokenizer: Any, tmp_path: 
     assert measure(model, tokenizer, asked, "model") == found
     one, other = (read(x, tokenizer, model.model)[0] for x in (asked, evaluators(sample={"prompt": "abc"})))
     assert other.fingerprint() != one.fingerprint()
-
-
-@pytest.mark.slow
-def test_a_model_that_stays_on_disk_writes_the_same(tmp_path: Path) -> None:
-    source = ModelSource(path=save_tiny(tmp_path / "model", "llama"))
-    checkpoint = find_checkpoint(source)
-    asked = evaluators(sample={"prompt": "the quick", "tokens": 4})
-    tokenizer = load_tokenizer(checkpoint)
-    ready = read(asked, tokenizer, tiny_model("llama"))
-    found = [
-        run_evaluators(open_model(checkpoint, streaming, torch.device("cpu")), tokenizer, ready)
-        for streaming in (False, True)
-    ]
-    assert found[0] == found[1]

@@ -123,7 +123,6 @@ class TestTokensBeyondTheEmbedding:
             {"evaluate": {"token_perplexity": {"dataset": {"text": "ended.txt"}, "sequence_length": 64}}},
             {"evaluate": {"sample": {"prompt": "w1", "tokens": 4, "apply_chat_template": True}}},
             {"evaluate": {"needle": {"dataset": "python-docs", "lengths": [64], "needles": 1}}},
-            {"evaluate": {"lm_eval": {"tasks": [{"name": "mine", "dataset": {"text": "ended.txt"}}]}}},
             {"evaluate": {"lm_eval": {"tasks": ["mine.yaml"], "trust_task_code": True, "apply_chat_template": True}}},
             {"select_tokens": {"selector": "retrieval-heads", "keep": 0.5},
              "evaluate": {"sample": {"prompt": "w1", "tokens": 4}}},

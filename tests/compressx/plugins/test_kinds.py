@@ -76,30 +76,6 @@ def test_what_a_plugin_offers_of_another_kind_is_found_by_its_name(quantizing: S
     )
 
 
-def test_what_is_offered_of_another_kind_is_checked_like_a_pruner(quantizing: Site) -> None:
-    quantizing.install("dist", more="cx_more")
-    quantizing.module("cx_more", QUANTIZES.format(names=["rho"]).replace("QuantizerSpec(", "compressx.PrunerSpec("))
-    (record,) = load_plugins().records
-    assert str(record.error).endswith("which is not a QuantizerSpec")
-
-
-def test_one_name_has_one_owner_in_each_kind(quantizing: Site) -> None:
-    quantizing.module("cx_more", QUANTIZES.format(names=["rho"]))
-    assert refusal(lambda: load_plugins(modules=["cx_bits", "cx_more"])) == (
-        "quantizer 'rho' is offered by plugin 'cx_bits' (--plugin cx_bits) and by plugin 'cx_more' "
-        "(--plugin cx_more); block one of them"
-    )
-    quantizing.offers("cx_alike", "rho")
-    alike = load_plugins(modules=["cx_bits", "cx_alike"])
-    assert type(alike.find(QUANTIZER, "rho")) is not type(alike.find(PRUNER, "rho"))
-
-
-def test_a_misspelt_hook_of_another_kind_is_refused(quantizing: Site) -> None:
-    quantizing.module("cx_more", QUANTIZES.format(names=["x"]).replace("compressx_quantizers", "compressx_quantizer"))
-    told = refusal(lambda: load_plugins(modules=["cx_more"]))
-    assert "function 'compressx_quantizer' is not a hook; did you mean 'compressx_quantizers'?" in told
-
-
 def test_every_kind_is_shown_by_compressx_plugins(quantizing: Site) -> None:
     def shown(*arguments: str) -> str:
         done = CliRunner().invoke(cli, ["--plugin", "cx_bits", "plugins", *arguments], catch_exceptions=False)

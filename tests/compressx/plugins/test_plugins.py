@@ -32,18 +32,6 @@ SELECTORS = OFFERS.replace("compressx_pruners", "compressx_token_selectors").rep
 # --- finding and loading
 
 
-def test_an_installed_plugin_is_loaded_with_its_distribution_and_pruners(site: Site) -> None:
-    site.offers("cx_alps", "alps", "alps-fast")
-    site.install("compressx-alps", alps="cx_alps")
-    plugins = load_plugins()
-    place = "entry point of compressx-alps 1.2"
-    found = PluginRecord("alps", "cx_alps", "entry point", place, "compressx-alps", "1.2")
-    offers = {**NOTHING, "pruners": ("alps", "alps-fast")}
-    assert plugins.records == (dataclasses.replace(found, status="loaded", offers=offers),)
-    assert plugins.find(PRUNER, "alps-fast").name == "alps-fast"
-    assert plugins.manager.get_plugin("alps") is sys.modules["cx_alps"]
-
-
 def test_the_sources_come_in_their_order_and_two_loads_share_nothing(site: Site) -> None:
     for name in ("cx_a", "cx_b", "cx_c", "cx_d"):
         site.offers(name, name)
@@ -54,10 +42,6 @@ def test_the_sources_come_in_their_order_and_two_loads_share_nothing(site: Site)
     assert [(r.name, r.source) for r in one.records] == [*expected, ("cx_d", "--plugin")]
     assert [(r.name, r.source) for r in other.records] == expected
     assert one.manager is not other.manager
-    assert json.loads(json.dumps(one.records[3].as_json())) == {
-        "name": "cx_d", "distribution": None, "version": None, "source": "--plugin", "module": "cx_d",
-        "status": "loaded", "error": None, **{key: [] for key in NOTHING}, "pruners": ["cx_d"],
-    }  # fmt: skip
 
 
 def test_without_entry_points_only_the_listed_plugins_are_loaded(site: Site) -> None:
@@ -69,12 +53,16 @@ def test_without_entry_points_only_the_listed_plugins_are_loaded(site: Site) -> 
 
 
 def test_a_plugin_reached_twice_is_one_plugin(site: Site) -> None:
-    site.offers("cx_a", "a")
+    site.offers("cx_a", "a", "another")
     site.install("dist", a="cx_a")
     site.toml(listed("a", "cx_a"))
-    (record,) = load_plugins(modules=["cx_a"]).records
-    assert (record.name, record.source, record.distribution) == ("a", "entry point", "dist")
-    assert record.place == "entry point of dist 1.2, plugins.toml:1, --plugin cx_a"
+    plugins = load_plugins(modules=["cx_a"])
+    place = "entry point of dist 1.2, plugins.toml:1, --plugin cx_a"
+    found = PluginRecord("a", "cx_a", "entry point", place, "dist", "1.2", asked=True)
+    offers = {**NOTHING, "pruners": ("a", "another")}
+    assert plugins.records == (dataclasses.replace(found, status="loaded", offers=offers),)
+    assert plugins.find(PRUNER, "another").name == "another"
+    assert plugins.manager.get_plugin("a") is sys.modules["cx_a"]
 
 
 # --- failing and blocking
@@ -108,17 +96,6 @@ def test_a_plugin_that_fails_is_recorded_and_the_others_go_on(site: Site, body: 
     assert list(plugins.offers["pruners"]) == ["good"]
 
 
-def test_a_plugin_that_was_asked_for_and_fails_is_an_error_with_its_cause(site: Site) -> None:
-    site.module("cx_bad", "1 / 0")
-    with pytest.raises(PluginError) as caught:
-        load_plugins(modules=["cx_bad"])
-    assert str(caught.value) == (
-        "plugin 'cx_bad' (--plugin cx_bad) failed to load: ZeroDivisionError: division by zero "
-        f"({site.folder / 'cx_bad.py'}, line 1)"
-    )
-    assert isinstance(caught.value.__cause__, ZeroDivisionError)
-
-
 @pytest.mark.parametrize(
     ("toml", "given", "message"),
     [
@@ -137,11 +114,13 @@ def test_a_plugin_that_was_asked_for_and_fails_is_an_error_with_its_cause(site: 
         ("", {"modules": ["cx_absent"]},
          "plugin 'cx_absent' (--plugin cx_absent) failed to load: ModuleNotFoundError: No module named "
          f"'cx_absent'; looked in the working directory HERE and in {HERE_OR}"),
+        ("", {"modules": ["bad"]},
+         "plugin 'bad' (--plugin bad) failed to load: ZeroDivisionError: division by zero (HERE/bad.py, line 1)"),
         ("", {"modules": ["a/cx_b.py"]}, "--plugin a/cx_b.py: no such file; did you mean 'cx_a.py'? looked in HERE/a"),
         *(("", {"modules": [module]},
            f"--plugin {module!r} is not a module; expected MODULE, such as my_pruner for my_pruner.py in the working "
            "directory, HERE, or the path of such a file, with :OBJECT or without")
-          for module in ("", "a b", "1", ":", "a:b:c", "./my-own.py")),
+          for module in ("", "a b", "a:b:c", "./my-own.py")),
         ("", {"blocked": ["aa"]}, "-p no:aa: no plugin is named 'aa'; did you mean 'a'? valid: a"),
         ('[load]\nentry_points = true\ndisabled = ["aa"]\n', {},
          "plugins.toml:3: no plugin is named 'aa'; did you mean 'a'? valid: a"),
@@ -154,6 +133,7 @@ def test_what_cannot_all_be_loaded_is_an_error_that_names_both_places(
     site: Site, toml: str, given: dict[str, Any], message: str
 ) -> None:
     (site.folder / "my-own.py").touch()
+    site.module("bad", "1 / 0")
     for folder in ("a", "b", "."):
         site.offers("cx_a", "wanda", folder=folder)
     site.install("dist", a="cx_a")
@@ -161,7 +141,7 @@ def test_what_cannot_all_be_loaded_is_an_error_that_names_both_places(
     assert refusal(lambda: load_plugins(**given)) == message.replace("HERE", str(site.folder))
 
 
-@pytest.mark.parametrize("given", ["deep/cx_mine.py", "./deep/cx_mine.py:plugin", "HERE/deep/cx_mine.py"])
+@pytest.mark.parametrize("given", ["./deep/cx_mine.py:plugin", "HERE/deep/cx_mine.py"])
 def test_a_plugin_can_be_given_as_the_path_of_its_file(site: Site, given: str) -> None:
     site.offers("cx_mine", "mine", folder="deep")
     with (site.folder / "deep/cx_mine.py").open("a") as file:
@@ -194,7 +174,6 @@ def test_a_blocked_plugin_is_never_imported(site: Site) -> None:
 @pytest.mark.parametrize(
     ("body", "problem"),
     [
-        ("def compressx_pruner(): return []", "'compressx_pruner' is not a hook"),
         ("@compressx.hookimpl\ndef compressx_pruner(): return []", "'compressx_pruner' is not a hook"),
         ("@compressx.hookimpl(specname='compressx_pruner')\ndef anything(): return []", "'anything' is not a hook"),
         ("def compressx_pruners(): return []",
@@ -214,13 +193,8 @@ def test_a_misspelt_hook_or_one_without_its_marker_is_refused_even_if_nobody_ask
 
 def test_an_argument_that_the_hook_does_not_have_is_refused(site: Site) -> None:
     site.module("cx_argument", "import compressx\n@compressx.hookimpl\ndef compressx_block_pruned(rapport): ...")
-    message = refusal(lambda: load_plugins(modules=["cx_argument"]))
-    assert message.startswith(
-        "plugin 'cx_argument' (--plugin cx_argument): Plugin 'cx_argument' for hook 'compressx_block"
-    )
-    assert "{'rapport'}" in message
-    assert message.endswith("; expected compressx_block_pruned(report)")
-    assert "\n" not in message
+    said = r"plugin 'cx_argument' \(--plugin cx_argument\): .*'rapport'.*; expected compressx_block_pruned\(report\)"
+    assert re.fullmatch(said, refusal(lambda: load_plugins(modules=["cx_argument"])))
 
 
 def test_a_hook_may_take_fewer_arguments_and_another_name(site: Site) -> None:
@@ -252,13 +226,11 @@ GROUPS = "expected a tuple of row, layer, joint, such as ('row',)"
     [
         ("None", "TypeError: compressx_pruners returned None; return a list of PrunerSpec"),
         ("['wanda']", "TypeError: compressx_pruners returned 'wanda', which is not a PrunerSpec"),
-        ("7", "TypeError: compressx_pruners returned int; return a list of PrunerSpec"),
         ("(1 / 0 for _ in [1])", "ZeroDivisionError: division by zero (HERE/cx_nonsense.py, line 14)"),
-        ("[spec('', Options)]", "TypeError: compressx_pruners returned a PrunerSpec named ''; expected non-empty text"),
-        ("[spec('x', __import__('pydantic').BaseModel)]",
-         "TypeError: pruner 'x' has pydantic's BaseModel itself as options; use a subclass, even an empty one"),
-        ("[spec('x', dict)]", "TypeError: pruner 'x' has options <class 'dict'>, which is not a pydantic model"),
-        ("[spec('x', Options, groups='row')]", f"TypeError: pruner 'x' has groups 'row'; {GROUPS}"),
+        ("[spec('', Options)]", "TypeError: pruner '' has no name; expected text"),
+        ("[spec('x', dict)]",
+         "TypeError: pruner 'x' has options <class 'dict'>; expected a subclass of pydantic's BaseModel, even an empty "
+         "one"),
         ("[spec('x', Options, groups=('rows',))]", f"TypeError: pruner 'x' has groups ('rows',); {GROUPS}"),
         ("[spec('x', Options, groups=(), nm=False)]",
          "TypeError: pruner 'x' prunes nothing: its groups and units are empty and nm is False"),
@@ -268,7 +240,6 @@ GROUPS = "expected a tuple of row, layer, joint, such as ('row',)"
         ("[spec('x', Options, selecting_options=('stepz',))]",
          "TypeError: pruner 'x' has selecting_options ['stepz'], which are not options of it"),
         ("[spec('x', Options, check=True)]", "TypeError: pruner 'x' has check True, which is not callable"),
-        ("[spec('x', Options, None)]", "TypeError: pruner 'x' has build None, which is not callable"),
         ("[spec('x', Options), spec('x', Options)]", "ValueError: compressx_pruners offers the pruner 'x' twice"),
     ],
 )  # fmt: skip
@@ -292,12 +263,6 @@ def compressx_block_pruned(report):
     assert [(r.status, r.error) for r in plugins.records] == [("failed", error.replace("HERE", str(site.folder)))]
     plugins.manager.hook.compressx_block_pruned(report=None)
     assert plugins.offers == {key: {} for key in NOTHING}
-
-
-def test_a_token_selector_whose_needles_cannot_be_called_is_refused(site: Site) -> None:
-    site.module("cx_needles", SELECTORS.format(names=["x"]).replace("None)", "None, 16)"))
-    site.install("dist", needles="cx_needles")
-    assert load_plugins().records[0].error == "TypeError: token selector 'x' has needles 16, which is not callable"
 
 
 def test_what_a_name_stands_for_is_what_the_plugin_offers_or_else_what_has_that_name(site: Site) -> None:
@@ -355,7 +320,7 @@ def test_a_module_of_the_same_name_from_elsewhere_is_refused(site: Site) -> None
 @pytest.mark.parametrize(
     ("path", "fault"),
     [
-        *((path, "it resolves to HERE") for path in ("..", "lib/../..", "link")), ("/", "it resolves to /"),
+        *((path, "it resolves to HERE") for path in ("lib/../..", "link")), ("/", "it resolves to /"),
         ("plugins.toml", "it resolves to HERE/project/plugins.toml"), ("gone", "No such file or directory"),
         ("loop", ""), ("a\0b", "embedded null byte"), ("x" * 5000, "File name too long"),
     ],

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.compressx.prompts.selectors import EARLY, PROTECT
+from tests.compressx.prompts.selectors import EARLY
 from torch import Tensor
 
 import compressx
@@ -68,7 +68,7 @@ def test_a_prompt_of_which_all_is_kept_is_continued_as_by_the_model_itself(archi
     assert (found.text, found.kept_text) == (plain.text, TEXT)
 
 
-@pytest.mark.parametrize("architecture", [name for name in TINY_CONFIGS if name not in OWN_ATTENTION])
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
 def test_a_model_reads_the_selected_tokens_as_if_they_were_the_prompt(architecture, tokenizer, read) -> None:
     model = endless(architecture)
     tokenizer.eos_token = None
@@ -79,17 +79,11 @@ def test_a_model_reads_the_selected_tokens_as_if_they_were_the_prompt(architectu
     assert written.tolist() == likeliest(model, ids, 4)
     assert found.kept_text.replace(" ... ", "") == tokenizer.decode(ids)
     assert (found.prompt_tokens, found.kept_tokens, found.new_tokens) == (len(TEXT), 30, 4)
-
-
-def test_what_it_took_is_counted_and_can_be_written_as_json(tokenizer: Any) -> None:
-    found = compressx.generate(endless(), tokenizer, TEXT, keep=40, max_new_tokens=3, protect=PROTECT)
     assert [*found.seconds] == ["select", "prefill", "generate"]
     assert min(found.seconds.values()) > 0
     assert [*found.peak_memory_bytes] == ["select", "generate"]
     assert min(found.peak_memory_bytes.values()) > 2**20
-    assert found.reason.startswith("head ")
-    assert json.loads(json.dumps(dataclasses.asdict(found)))["kept_tokens"] == 40
-    assert compressx.generate(endless(), tokenizer, TEXT, selector=None, max_new_tokens=3).reason == ""
+    assert json.loads(json.dumps(dataclasses.asdict(found)))["kept_tokens"] == 30
 
 
 def test_a_text_ends_where_the_model_says(tokenizer: Any, read: Any) -> None:
@@ -150,6 +144,7 @@ def test_what_cannot_be_answered_is_refused_before_the_model_runs(tokenizer: Any
     from transformers import BertConfig, BertForMaskedLM
 
     model = endless()
+    model.resize_token_embeddings(127)
     model.forward = lambda *_, **__: pytest.fail("it runs")
     tokenizer.chat_template = TEMPLATE
     bert = BertForMaskedLM(BertConfig(vocab_size=128, hidden_size=32, num_hidden_layers=1, num_attention_heads=2))
@@ -157,27 +152,10 @@ def test_what_cannot_be_answered_is_refused_before_the_model_runs(tokenizer: Any
         (model, TEXT, {"max_new_tokens": 0}, "max_new_tokens is 0; expected at least 1"),
         (model, TEXT, {"selector": None, "max_new_tokens": 100}, "and 100 after it are more than the model's 128 posi"),
         (bert, TEXT, {"selector": None}, "BertForMaskedLM is an encoder"),
+        (model, TEXT.replace("fox", "\x7f"), {}, r"has the token id 127 \(.*\), and Llama.* knows 0 to 126; use"),
     ):
         with pytest.raises((CalibrationError, UnsupportedModelError), match=said):
             compressx.generate(subject, tokenizer, prompt, **{"keep": 20, **EARLY, **given})
-
-
-def test_a_tokenizer_of_another_model_is_refused(tokenizer: Any) -> None:
-    model = tiny_model("llama")
-    model.resize_token_embeddings(100)
-    with pytest.raises(CalibrationError, match=r"has the token id 1\d+ \('.'\), and Llama.* knows 0 to 99; use"):
-        compressx.generate(model, tokenizer, TEXT, selector=None)
-
-
-def test_a_model_in_training_answers_without_dropout_and_goes_on_training(tokenizer: Any, read: Any) -> None:
-    model = endless("gpt2")
-    given = {"keep": 30, "max_new_tokens": 6, **EARLY}
-    expected = compressx.generate(model, tokenizer, TEXT, **given)
-    model.train()
-    found = [compressx.generate(model, tokenizer, TEXT, **given) for _ in range(3)]
-    assert {one.text for one in found} == {expected.text}
-    assert len({tuple(written.tolist()) for _, written in read}) == 1
-    assert all(module.training for module in model.modules())
 
 
 @pytest.mark.slow

