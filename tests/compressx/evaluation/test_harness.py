@@ -409,12 +409,15 @@ class TestRunTasks:
         before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            run_tasks(tiny_model("llama"), tokenizer, settings("letters_easy", limit=2))
+            measured = run_tasks(tiny_model("llama"), tokenizer, settings("letters", limit=2))
         sys.stdout.write("afterwards\n")
         assert capfd.readouterr() == ("afterwards\n", "")
         assert torch.equal(before[0], torch.get_rng_state())
         assert before[1:] == (random.getstate(), np.random.get_state()[1].tolist())
         assert tokenizer.pad_token is None
+        assert {name: figures["acc"] for name, figures in measured.items()} == dict.fromkeys(
+            ("letters", "letters_easy", "letters_hard"), 0.5
+        )
 
     @pytest.mark.slow
     def test_a_group_from_a_file_finds_its_tasks_beside_it(self, few_tasks, tokenizer, without_defaults):

@@ -158,6 +158,15 @@ def test_what_cannot_be_answered_is_refused_before_the_model_runs(tokenizer: Any
             compressx.generate(subject, tokenizer, prompt, **{"keep": 20, **EARLY, **given})
 
 
+def test_a_model_in_training_answers_without_dropout_and_goes_on_training(tokenizer: Any) -> None:
+    model = endless("gpt2").train()
+    found = {compressx.generate(model, tokenizer, TEXT, keep=30, max_new_tokens=6, **EARLY).text for _ in range(3)}
+    assert found == {compressx.generate(model.eval(), tokenizer, TEXT, keep=30, max_new_tokens=6, **EARLY).text}
+    assert not model.training
+    compressx.generate(model.train(), tokenizer, TEXT, keep=30, max_new_tokens=1, **EARLY)
+    assert all(module.training for module in model.modules())
+
+
 @pytest.mark.slow
 def test_a_model_with_adapters_and_a_compiled_one_answer(tokenizer: Any, read: Any) -> None:
     peft = pytest.importorskip("peft")

@@ -122,6 +122,50 @@ OVERLAPS = """
 """
 
 
+CONTRASTS = """
+() => {
+  const canvas = document.createElement('canvas').getContext('2d', {willReadFrequently: true}), known = {};
+  const channels = colour => {
+    if (known[colour]) return known[colour];
+    canvas.clearRect(0, 0, 1, 1); canvas.fillStyle = colour; canvas.fillRect(0, 0, 1, 1);
+    return known[colour] = [...canvas.getImageData(0, 0, 1, 1).data];
+  };
+  const light = rgb => rgb.slice(0, 3).map(c => c / 255)
+    .map(c => c <= 0.03928 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4)
+    .reduce((sum, c, i) => sum + c * [0.2126, 0.7152, 0.0722][i], 0);
+  const over = (top, below) => [0, 1, 2].map(i => top[i] * top[3] / 255 + below[i] * (1 - top[3] / 255));
+  const ground = e => {
+    const path = []; for (let x = e; x; x = x.parentElement) path.unshift(x);
+    return path.reduce((below, x) => over(channels(getComputedStyle(x).backgroundColor), below), [255, 255, 255]);
+  };
+  const worst = {};
+  for (const e of document.querySelectorAll('h1, p, td, th, b, figcaption, summary, pre, svg text')) {
+    if (!e.textContent.trim() || !e.getBoundingClientRect().width) continue;
+    const style = getComputedStyle(e), ink = channels(e.closest('svg') ? style.fill : style.color);
+    const pair = [light(ink), light(ground(e))].sort((a, b) => b - a);
+    const ratio = (pair[0] + 0.05) / (pair[1] + 0.05), name = e.closest('svg') ? 'svg text' : e.tagName;
+    worst[name] = Math.min(worst[name] ?? 99, ratio);
+  }
+  return worst;
+}
+"""
+
+
+BROKEN = """
+() => {
+  const broken = [], range = document.createRange();
+  for (const cell of document.querySelectorAll('th, td:not(.prose)')) {
+    const texts = document.createTreeWalker(cell, NodeFilter.SHOW_TEXT);
+    while (texts.nextNode()) for (const word of texts.currentNode.data.matchAll(/[^\\s-]+/g)) {
+      range.setStart(texts.currentNode, word.index); range.setEnd(texts.currentNode, word.index + word[0].length);
+      if (new Set([...range.getClientRects()].map(r => Math.round(r.top))).size > 1) broken.push(word[0]);
+    }
+  }
+  return broken;
+}
+"""
+
+
 @pytest.fixture(scope="module")
 def browser():
     if CHROMIUM is None:
@@ -153,13 +197,14 @@ def opened(browser):
         context.close()
 
 
-@pytest.mark.parametrize(("width", "scheme"), [(360, "dark"), (1280, "light")])
-def test_nothing_overflows_or_overlaps_on_any_screen(opened, shown, width, scheme, tmp_path):
+@pytest.mark.parametrize(("width", "scheme"), [(400, "dark"), (1280, "light")])
+def test_nothing_overflows_overlaps_or_breaks_on_any_screen_and_text_is_legible(opened, shown, width, scheme, tmp_path):
     from PIL import Image
 
     page, requests = opened(shown[1], width, scheme)
     page.evaluate("Promise.all([...document.images].map(e => { e.loading = 'eager'; return e.decode(); }))")
-    assert page.evaluate(OVERLAPS) == []
+    assert page.evaluate(OVERLAPS) == page.evaluate(BROKEN) == []
+    assert {name: ratio for name, ratio in page.evaluate(CONTRASTS).items() if ratio < 4.5} == {}
     page.screenshot(path=tmp_path / "page.png", full_page=True)
     assert [url for url in requests if not url.startswith(("file:", "data:"))] == []
     with Image.open(tmp_path / "page.png") as image:

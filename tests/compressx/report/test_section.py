@@ -94,6 +94,7 @@ def test_names_are_no_markup_in_html(name: str, tmp_path: Path) -> None:
         Section("a", "a", table(["a", "b"], [["a", "1"]]), ({**figure, "caption": "a"},), "a"),
     ]))  # fmt: skip
     assert [x for x in page.elements if x != "code"] == [x for x in plain.elements if x != "code"]
+    assert ("code" in page.elements) == ("`" in name)
 
 
 FORGED = "w\x1b[2K\x1b[1A\rerror: \x9b31m\u202e\u2028x\x00"
