@@ -9,6 +9,7 @@ import math
 import random
 import re
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -66,11 +67,11 @@ class LmEval(Strict):
         return [task for task in self.tasks if task.endswith(_YAML)]
 
 
+@dataclass(frozen=True)
 class HarnessEvaluator:
     """Runs the tasks."""
 
-    def __init__(self, options: LmEval) -> None:
-        self.options = options
+    options: LmEval
 
     def check(self, model: Any | None, tokenizer: Any | None, at: At) -> None:
         for i, task in enumerate(self.options.tasks):

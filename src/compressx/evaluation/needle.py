@@ -6,6 +6,7 @@ Perplexity hardly sees retrieval: most tokens can be predicted from the few befo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
@@ -97,11 +98,11 @@ def grid_prompts(tokenizer: Any, hay: Tensor, settings: NeedleGrid) -> Iterator[
                 yield needle_prompt(tokenizer, hay, fact, length, depth, start=start)
 
 
+@dataclass(frozen=True)
 class NeedleEvaluator:
     """Asks every question of the grid."""
 
-    def __init__(self, options: NeedleGrid) -> None:
-        self.options = options
+    options: NeedleGrid
 
     def check(self, model: Any | None, tokenizer: Any | None, at: At) -> None:  # noqa: ARG002 - text is read later
         for i, length in enumerate(self.options.lengths if model is not None else ()):

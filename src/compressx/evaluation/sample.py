@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -47,11 +48,11 @@ def prompt_ids(settings: Sample, tokenizer: Any) -> Tensor:
     return torch.tensor([ids])
 
 
+@dataclass(frozen=True)
 class SampleEvaluator:
     """Lets a model write after the prompt."""
 
-    def __init__(self, options: Sample) -> None:
-        self.options = options
+    options: Sample
 
     def check(self, model: Any | None, tokenizer: Any | None, at: At) -> None:  # noqa: ARG002 - of the whole section
         if tokenizer is not None:

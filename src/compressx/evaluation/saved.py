@@ -145,6 +145,13 @@ def _of_masks(source: ModelSource, masks: MaskSet | None) -> tuple[ModelSource, 
     return (source if packed else source.model_copy(update={"base": None})), base
 
 
+def _new(output: Path) -> Path:
+    """Return where to write; refuse what is there."""
+    if (output := output.expanduser()).exists():
+        raise ArtifactError(f"output {output} exists; name a new one")
+    return output
+
+
 def export_saved(
     source: ModelSource, name: str, options: Mapping[str, Any], output: Path, plugins: Plugins
 ) -> tuple[int, str | None]:
@@ -160,9 +167,7 @@ def export_saved(
     """
     spec = plugins.find(EXPORTER, name)
     given = validate_options(spec.options, options, lambda *loc: f"--set {'.'.join(map(str, loc))}".rstrip())
-    output = output.expanduser()
-    if output.exists():
-        raise ArtifactError(f"output {output} exists; name a new one")
+    output = _new(output)
     checkpoint = find_checkpoint(source)
     tokenizer = load_tokenizer(checkpoint)
     with blamed_on(f"exporter {name!r}"):
@@ -212,9 +217,7 @@ def apply_masks(masks: Path, source: ModelSource, output: Path, *, original: boo
     Raises:
         ArtifactError: masks that do not fit the model, an existing output, or files that cannot be written.
     """
-    output = output.expanduser()
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise ArtifactError(f"output {output} exists; name a new folder")
+    output = _new(output)
     loaded = MaskSet.load(masks)
     source, base = _of_masks(source, loaded)
     checkpoint = find_checkpoint(source)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -113,11 +114,11 @@ def _negative_log_likelihood(logits: Tensor, targets: Tensor) -> float:
     return float(total)
 
 
+@dataclass(frozen=True)
 class PerplexityEvaluator:
     """Measures each text by itself."""
 
-    def __init__(self, options: TokenPerplexity) -> None:
-        self.options = options
+    options: TokenPerplexity
 
     def check(self, model: Any | None, tokenizer: Any | None, at: At) -> None:  # noqa: ARG002 - text is read later
         positions = None if model is None else getattr(text_config(model), "max_position_embeddings", None)

@@ -109,21 +109,21 @@ def check_decoder(model: Any) -> None:
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
-    name, config = type(model).__name__, getattr(model, "config", None)
+    config, reason = getattr(model, "config", None), ""
     if config is None or not hasattr(model, "can_generate"):
-        raise UnsupportedModelError(f"expected a transformers causal language model, got {name}")
-    decodes = getattr(config, "is_decoder", False) or getattr(config, "causal", False)
-    if config.is_encoder_decoder:
+        reason = "is no transformers causal language model"
+    elif config.is_encoder_decoder:
         reason = "is an encoder-decoder"
-    elif config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not decodes:
-        reason = "is an encoder, which sees the tokens that follow"
-    elif not model.can_generate():
+    elif config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES:
+        decodes = getattr(config, "is_decoder", False) or getattr(config, "causal", False)
+        reason = "" if decodes else "is an encoder, which sees the tokens that follow"
+    if not (reason or model.can_generate()):
         reason = "cannot generate text"
-    else:
-        return
-    raise UnsupportedModelError(
-        f"{name} {reason}; prompts are shortened for decoder-only language models, such as Llama, Gemma or GPT-2"
-    )
+    if reason:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} {reason}; prompts are shortened for decoder-only language models, such as Llama, "
+            "Gemma or GPT-2"
+        )
 
 
 def _check_scores(scores: Tensor, fqn: str, n: int) -> None:

@@ -6,6 +6,8 @@ finds the answer, so fewer blocks have to read the whole prompt.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from torch import Tensor
 
 from compressx import AttentionRows, ModelFacts, TokenSelectorSpec, hookimpl
@@ -23,15 +25,15 @@ def _score(scores: Tensor) -> Tensor:
     return pooled(attention_mass(scores), POOL)
 
 
+@dataclass(frozen=True)
 class RetrievalHeads:
     """Adds up the attention that a question's tokens pay in one head."""
 
-    def __init__(self, options: BlockOptions) -> None:
-        self.block = options.block
+    options: BlockOptions
 
     def observe(self, facts: ModelFacts) -> AttentionRows:
         """Choose the head of each block that keeps most of the needles, and the first block whose head is good."""
-        blocks, block = facts.needles[0].blocks, self.block
+        blocks, block = facts.needles[0].blocks, self.options.block
         if block != "auto" and block not in blocks:
             return AttentionRows((block,))  # which the host refuses, with the nearest one that it can run
 

@@ -81,7 +81,7 @@ def _wrong(saved: Path, project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
       "'evaluate'? it reads"),
      # apply, compare
      ("apply model model -o two", "model is a folder, expected a masks file"),
-     ("apply r.yaml model -o model", "output model exists; name a new folder"),
+     ("apply r.yaml model -o model", "output model exists; name a new one"),
      ("compare model", "error: "),
      # sweep
      *((f"sweep r.yaml -o never {axes}", said) for axes, said in (

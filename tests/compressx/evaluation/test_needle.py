@@ -168,7 +168,7 @@ PROMPTS = {"evaluate": {"needle": NEEDLE}, "select_tokens": SELECT}
     [({"select_tokens": {**SELECT, "selector": "gemfliter"}}, "<dict>:select_tokens.selector: no token selector"),
      ({"select_tokens": {**SELECT, "options": {"blok": 1}}}, "<dict>:select_tokens.options.blok: unknown option"),
      ({"select_tokens": {**SELECT, "options": {"block": 99}}}, "has no block 99; expected 0 to 2"),
-     ({"select_tokens": {**SELECT, "keep": 1.5}}, "<dict>:select_tokens.keep: .*expected a whole number or less"),
+     ({"select_tokens": {**SELECT, "keep": 1.5}}, "<dict>:select_tokens.keep: .*expected a number of tokens"),
      ({"evaluate": {"needle": {**NEEDLE, "lengths": [64, 4096]}}},
       r"<dict>:evaluate.needle.lengths\[1\]: evaluate.needle: a prompt of 4096"),
      ({"evaluate": {"needle": {**NEEDLE, "lengths": [100, 100]}}}, "expected different ones, of 64 or more"),

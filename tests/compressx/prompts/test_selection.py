@@ -172,7 +172,7 @@ ONES = partial(torch.ones, dtype=torch.int64)
 REFUSED: list[tuple[dict[str, Any], str]] = [
     *(({"keep": x}, rf"keep is {x};") for x in (0, 1.5, 0.0)),
     ({"keep": "half"}, "keep is 'half'; expected a whole number or a number: tokens of a prompt"),
-    ({"keep": 1.0}, "keep is 1.0; expected a whole number or less than 1: tokens"),
+    ({"keep": 1.0}, "keep is 1.0; expected a number of tokens, 1 or more, or a fr"),
     ({"keep": 5}, "keep is 5, but 6 tokens of the prompt are protected: .*; raise keep, or lower protect"),
     ({"ids": ONES(2, 0)}, "prompt 0: expected a token or more, and an attention_mask with zeros only before or after"),
     ({"ids": ONES(0, 5)}, r"input_ids are \[0, 5\], and attention_mask is .*; expected one prompt or more"),
@@ -234,7 +234,7 @@ def others() -> dict[str, Any]:
         "BertForMaskedLM is an encoder, which sees the tokens that follow; prom": BertForMaskedLM(bert),
         "BartForConditionalGeneration is an encoder-decoder; prompts are": BartForConditionalGeneration(bart),
         "LlamaModel cannot generate text": LlamaModel(tiny_model("llama").config),
-        "expected a transformers causal language model, got Linear": torch.nn.Linear(2, 2),
+        "Linear is no transformers causal language model": torch.nn.Linear(2, 2),
     }
 
 
