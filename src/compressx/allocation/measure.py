@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
-from typing import TypeAlias, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -33,9 +33,6 @@ from compressx.planning.plan import PlannedRule
 from compressx.runtime.errors import CalibrationError
 from compressx.runtime.finite import refuse_damage
 from compressx.runtime.transfer import to_device
-
-Patterns: TypeAlias = Mapping[PlannedRule, Mapping[str, RulePattern]]
-"""What each linear has to become, by the rule that took it and by name."""
 
 _T = TypeVar("_T")
 
@@ -61,7 +58,7 @@ def measure(
     sparsities: Sequence[float], sensitivities: Mapping[str, Tensor] = MappingProxyType({}),
     keep: KeepStates = in_memory, progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> Iterator[tuple[UnitCurve, ...]]:  # fmt: skip
-    """Measure every unit in the decoder blocks. Weights are restored to the bit afterwards, also after an error.
+    """Yield a value for each unit of each decoder block. Weights are restored to the bit, also after an error.
 
     Args:
         access: a transformers causal language model in evaluation mode, with its dense weights.
@@ -73,15 +70,9 @@ def measure(
         keep: where hidden states before and after a block are kept, and the gradients of `held_out` for all blocks.
         progress: called before the first block with the number of sequences of `held_out` done, and of all.
 
-    Yields:
-        For each block with units, one value for each unit.
-
     Raises:
-        ArtifactError: a weight that is not finite, or no room for a file.
-        PluginError: a pruner that returns what it must not.
-        CalibrationError: a divergence that is not finite, or a linear that no token reached.
-        UnsupportedModelError: a model whose blocks cannot be run one at a time, whose numbers or gradients are not
-            finite, or whose loss hardly reacts to a block.
+        CompressxError: numbers that are not finite, a linear that no token reached, a pruner that breaks its contract,
+            or a model whose blocks cannot be run one at a time or whose loss hardly reacts to a block.
     """
     inside = [x for u in units if u.block for x in u.linears]
     pruners = {rule: rule.build() for rule in dict.fromkeys(x.rule for x in inside)}
@@ -99,7 +90,7 @@ def measure(
         unseen = [*zip(dense.passes[learnt:], dense.outputs[learnt:], output_gradients.pop(block.fqn), strict=True)]
         prepared: PreparedValues = {}
 
-        def ask(patterns: Patterns) -> Iterator[tuple[str, Decision]]:
+        def ask(patterns: Mapping[PlannedRule, Mapping[str, RulePattern]]) -> Iterator[tuple[str, Decision]]:
             return decide_all(block, patterns, pruners, dict(stats), kept=prepared)  # a copy: it drops statistics
 
         def divergence() -> float:
@@ -118,19 +109,10 @@ def measure(
 def measure_outliers(
     access: Access, units: Sequence[Unit], batches: Sequence[Tensor], threshold: float, keep: KeepStates = in_memory
 ) -> Iterator[tuple[Unit, float]]:
-    """Yield every unit in the decoder blocks with the outlier ratio of its linears, on the dense model's hidden states.
-
-    Args:
-        access: as `measure`.
-        units: one for each block; those outside the blocks are left out.
-        batches: token ids, each [batch, tokens].
-        threshold: as `outlier_ratio`.
-        keep: where hidden states are kept, before and after a block.
+    """Yield each decoder block's unit with the `outlier_ratio` of its linears, on the dense model's hidden states.
 
     Raises:
-        ArtifactError: a weight that is not finite, or no room for a file.
-        CalibrationError: a linear that no token reached.
-        UnsupportedModelError: as `measure`.
+        CompressxError: as `measure`.
     """
 
     def visit(dense: _Dense) -> tuple[Unit, float]:
@@ -160,12 +142,10 @@ class _Dense:
 
     @cached_property
     def passes(self) -> list[Callable[[], Tensor]]:
-        """Run the block on what enters it, batch by batch."""
         return passes(self.runs, self.states)
 
     @cached_property
     def outputs(self) -> Sequence[Tensor]:
-        """What leaves it."""
         advance(self.block.fqn, self.runs, self.states, self.room)
         return self.room
 
@@ -192,7 +172,7 @@ def _measure(
     unit: Unit,
     sparsities: Sequence[float],
     linears: Mapping[str, Linear],
-    ask: Callable[[Patterns], Iterator[tuple[str, Decision]]],
+    ask: Callable[[Mapping[PlannedRule, Mapping[str, RulePattern]]], Iterator[tuple[str, Decision]]],
     divergence: Callable[[], float],
 ) -> UnitCurve:
     """Prune a unit to one sparsity after the other, each time from its dense weights."""
@@ -214,15 +194,12 @@ def _measure(
 
 
 def outlier_ratio(pairs: Sequence[tuple[Tensor, Tensor]], threshold: float) -> float:
-    """Return the fraction of scores |W_ij| * ||X_j||_2 above `threshold` times their mean.
+    """Return the fraction of scores |W_ij| * ||X_j||_2 above `threshold`, the paper's M, times their mean.
 
     Args:
         pairs: weights [out_features, in_features] with the norms of their input features [in_features]; scores of all
             pairs form one distribution.
         threshold: the paper's M.
-
-    Returns:
-        A fraction in [0, 1]; the paper's layerwise outlier distribution gives it in percent.
     """
     weights = sum(weight.numel() for weight, _ in pairs)
     total = sum(float(wanda_scores(*pair).sum(dtype=torch.float64)) for pair in pairs)

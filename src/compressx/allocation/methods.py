@@ -1,9 +1,9 @@
-"""The measured allocation methods, and the plan and report that they produce."""
+"""The methods of allocation: what each measures, the sparsities that it chooses from that, and the report."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
@@ -16,77 +16,10 @@ from compressx.api.record import AllocationReport, UnitReport
 from compressx.models.access import Access
 from compressx.models.blockwise import KeepStates, in_memory
 from compressx.planning.plan import Plan
-from compressx.recipe.sections import (
-    OUTLIER_THRESHOLD,
-    SPREAD,
-    Allocation,
-    AttentionAware,
-    DivergenceAllocation,
-    OwlAllocation,
-)
+from compressx.recipe.sections import OUTLIER_THRESHOLD, SPREAD, Allocation, OwlAllocation
 
-Curves: TypeAlias = Mapping[str, Sequence[Sequence[float]]]
-"""The sparsities of each measured unit, and their divergences, by the name of its first linear; JSON types."""
-
-
-def allocate(
-    access: Access,
-    plan: Plan,
-    settings: Allocation,
-    batches: Sequence[Tensor],
-    sensitivities: Mapping[str, Tensor] = MappingProxyType({}),
-    progress: Callable[[int, int, str], None] = lambda _done, _total, _note: None,
-    keep: KeepStates = in_memory,
-    remembered: Callable[[Callable[[], Curves]], Curves] = lambda compute: compute(),
-    earlier: Mapping[str, Any] = MappingProxyType({}),
-    record: Callable[[Mapping[str, Any]], None] = lambda _: None,
-) -> tuple[Plan, AllocationReport]:
-    """Measure the units of a plan, and set the sparsity of every linear by the method.
-
-    Args:
-        access: the model with its dense weights, unchanged afterwards.
-        plan: the plan, with sparsities still open.
-        settings: the recipe's `allocation` section.
-        batches: calibration token ids, each [batch, tokens].
-        sensitivities: as for `measure`.
-        progress: called with the blocks measured, their total, and a note.
-        keep: as for `measure`.
-        remembered: returns what its argument computes, or what that computed before for the same model, text and rules.
-        earlier: what `record` got last in a run that was interrupted; those units are not measured again.
-        record: called after each block with all that is measured, in JSON types.
-
-    Returns:
-        The final plan, and a report of measurements and sparsities.
-
-    Raises:
-        CompressxError: as `measure` and `measure_outliers`.
-    """
-    units = units_of(plan, settings.unit)
-    total = len({u.block for u in units if u.block})
-
-    def tell(done: int, note: str = "") -> None:
-        progress(done, total, note)
-
-    tell(0)
-    if isinstance(settings, OwlAllocation):
-        choose, details = _by_outliers(_outliers(access, settings, units, batches, tell, keep, earlier, record))
-    else:
-
-        def measured() -> Curves:
-            return _curves(access, settings, units, batches, sensitivities, tell, keep, earlier, record)
-
-        choose, details = _by_divergence(remembered(measured))
-    final = plan.allocated(spread(units, settings.fraction, choose))
-    reports = []
-    for unit in units_of(final, settings.unit):
-        names, sparsity = tuple(x.name for x in unit.linears), zeros_of(unit.linears) / unit.weights
-        reports.append(UnitReport(unit.block, unit.label, names, unit.weights, sparsity, **details(unit, sparsity)))
-    weights = sum(x.weights for x in final.linears)
-    report = AllocationReport(
-        settings.method, settings.fraction, settings.unit, weights, zeros_of(final.linears), tuple(reports)
-    )
-    return final, report
-
+Measured: TypeAlias = Mapping[str, Any]
+"""By the first linear of a unit its sparsities and their divergences, or by block its outlier ratio; JSON types."""
 
 _Choose: TypeAlias = Callable[[Sequence[Unit], int], list[int]]
 """Distributes zeros over units."""
@@ -95,36 +28,77 @@ _Details: TypeAlias = Callable[[Unit, float], Mapping[str, Any]]
 """What the report says of a unit at its sparsity: further fields of `UnitReport`."""
 
 
-def _curves(
-    access: Access, settings: DivergenceAllocation | AttentionAware, units: Sequence[Unit], batches: Sequence[Tensor],
-    sensitivities: Mapping[str, Tensor], tell: Callable[..., None], keep: KeepStates,
-    earlier: Curves, record: Callable[[Curves], None],
-) -> Curves:  # fmt: skip
-    """Measure what each sparsity of each unit costs; no target is in it, so it serves all."""
-    seen, held_out = _parts(batches, settings.samples)
+def measured(
+    access: Access, plan: Plan, settings: Allocation, batches: Sequence[Tensor],
+    sensitivities: Mapping[str, Tensor] = MappingProxyType({}), keep: KeepStates = in_memory,
+    progress: Callable[[int, int, str], None] = lambda _done, _total, _note: None,
+    earlier: Measured = MappingProxyType({}), record: Callable[[Measured], None] = lambda _: None,
+) -> Measured:  # fmt: skip
+    """Measure what a method needs of the units of a plan. No target is in it, so it serves all.
+
+    Args:
+        access: the model with its dense weights, unchanged afterwards.
+        plan: the plan, with sparsities still open.
+        settings: the recipe's `allocation` section.
+        batches: calibration token ids, each [batch, tokens].
+        sensitivities: as for `measure`.
+        keep: as for `measure`.
+        progress: called with the blocks measured, their total, and a note.
+        earlier: what `record` got last in a run that was interrupted; that is not measured again.
+        record: called after each block with all that is measured.
+
+    Raises:
+        CompressxError: as `measure` and `measure_outliers`.
+    """
+    units = [u for u in units_of(plan, settings.unit) if u.block]
+    outliers = isinstance(settings, OwlAllocation)
+    left = [u for u in units if (u.block if outliers else u.linears[0].name) not in earlier]
+    total, remaining = (len({u.block for u in some}) for some in (units, left))
     found = dict(earlier)
-    left = [u for u in units if u.linears[0].name not in found]
-    before = len({u.block for u in units if u.block} - {u.block for u in left})
-    blocks = measure(
-        access, left, seen, held_out, settings.sparsities, sensitivities, keep,
-        progress=lambda done, sequences: tell(before, f"gradients at {done} of {sequences} sequences"),
-    )  # fmt: skip
-    for done, block in enumerate(blocks, start=before + 1):
-        found |= {m.unit.linears[0].name: [[*m.sparsities], [*m.divergences]] for m in block}
-        record(found)
-        tell(done)
+
+    def tell(sequences: int, of: int) -> None:
+        progress(total - remaining, total, f"gradients at {sequences} of {of} sequences")
+
+    def blocks() -> Iterator[Measured]:
+        if isinstance(settings, OwlAllocation):
+            drawn = torch.split(torch.cat(tuple(batches))[: settings.samples], len(batches[0]))
+            for unit, ratio in measure_outliers(access, left, drawn, OUTLIER_THRESHOLD, keep):
+                yield {unit.block: ratio}
+        else:
+            seen, held_out = split_batches(batches, settings.samples)
+            for block in measure(access, left, seen, held_out, settings.sparsities, sensitivities, keep, tell):
+                yield {m.unit.linears[0].name: [[*m.sparsities], [*m.divergences]] for m in block}
+
+    progress(0, total, "")
+    for done, block in enumerate(blocks(), start=total - remaining + 1):
+        record(found := found | dict(block))
+        progress(done, total, "")
     return found
 
 
-def _by_divergence(measured: Curves) -> tuple[_Choose, _Details]:
+def chosen(plan: Plan, settings: Allocation, found: Measured) -> tuple[Plan, AllocationReport]:
+    """Return the plan with the sparsity that the method chooses for every linear, and a report."""
+    by_method = _by_outliers if isinstance(settings, OwlAllocation) else _by_divergence
+    choose, details = by_method(found)
+    final = plan.allocated(spread(units_of(plan, settings.unit), settings.fraction, choose))
+    reports = []
+    for unit in units_of(final, settings.unit):
+        names, sparsity = tuple(x.name for x in unit.linears), zeros_of(unit.linears) / unit.weights
+        reports.append(UnitReport(unit.block, unit.label, names, unit.weights, sparsity, **details(unit, sparsity)))
+    weights, zeros = sum(x.weights for x in final.linears), zeros_of(final.linears)
+    report = AllocationReport(settings.method, settings.fraction, settings.unit, weights, zeros, tuple(reports))
+    return final, report
+
+
+def _by_divergence(found: Measured) -> tuple[_Choose, _Details]:
     """Choose the sparsities with the lowest summed divergence."""
-    curves = {name: Curve(tuple(at), tuple(costs)) for name, (at, costs) in measured.items() if at}
+    curves = {name: Curve(tuple(at), tuple(costs)) for name, (at, costs) in found.items() if at}
 
     def choose(group: Sequence[Unit], zeros: int) -> list[int]:
         able = [(x, curves[name]) for x in group if (name := x.linears[0].name) in curves]  # a single group has to stay
         finest = min(x.step for x, _ in able)
-        chosen = cheapest([x.points(c) for x, c in able], round(zeros / finest) * finest, [x.step for x, _ in able])
-        given = dict(zip([x for x, _ in able], chosen, strict=True))
+        counts = cheapest([x.points(c) for x, c in able], round(zeros / finest) * finest, [x.step for x, _ in able])
+        given = dict(zip([x for x, _ in able], counts, strict=True))
         return [given.get(unit, 0) for unit in group]
 
     def details(unit: Unit, sparsity: float) -> dict[str, Any]:
@@ -135,29 +109,13 @@ def _by_divergence(measured: Curves) -> tuple[_Choose, _Details]:
     return choose, details
 
 
-def _outliers(
-    access: Access, settings: OwlAllocation, units: Sequence[Unit], batches: Sequence[Tensor],
-    tell: Callable[[int], None], keep: KeepStates, earlier: Mapping[str, float],
-    record: Callable[[Mapping[str, float]], None],
-) -> Mapping[str, float]:  # fmt: skip
-    """Measure the outlier ratio of each block."""
-    sequences = torch.cat(tuple(batches))[: settings.samples]
-    ratios = dict(earlier)
-    left = [u for u in units if u.block not in ratios]
-    for unit, ratio in measure_outliers(access, left, torch.split(sequences, len(batches[0])), OUTLIER_THRESHOLD, keep):
-        ratios[unit.block] = ratio
-        record(ratios)
-        tell(len(ratios))
-    return ratios
-
-
-def _by_outliers(ratios: Mapping[str, float]) -> tuple[_Choose, _Details]:
+def _by_outliers(ratios: Measured) -> tuple[_Choose, _Details]:
     """Choose lower sparsities for blocks with more outliers."""
 
     def choose(group: Sequence[Unit], zeros: int) -> list[int]:
         weights = [u.weights for u in group]
-        chosen = outlier_weighed([ratios[u.block] for u in group], weights, zeros / sum(weights), SPREAD)
-        return [round(s * w) for s, w in zip(chosen, weights, strict=True)]
+        sparsities = outlier_weighed([ratios[u.block] for u in group], weights, zeros / sum(weights), SPREAD)
+        return [round(s * w) for s, w in zip(sparsities, weights, strict=True)]
 
     return choose, lambda unit, _: {"outliers": ratios.get(unit.block)}
 
@@ -195,7 +153,7 @@ def held_out_of(samples: int, sequences: int) -> int:
     return math.ceil(min(samples, sequences) / 4)
 
 
-def _parts(batches: Sequence[Tensor], samples: int) -> tuple[list[Tensor], list[Tensor]]:
+def split_batches(batches: Sequence[Tensor], samples: int) -> tuple[list[Tensor], list[Tensor]]:
     """Split off the last quarter of `samples` sequences to measure on."""
     sequences = torch.cat(tuple(batches))[:samples]
     held_out = held_out_of(samples, len(sequences))

@@ -6,10 +6,10 @@ import dataclasses
 import logging
 import math
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 
-from compressx.allocation.methods import Curves, allocate, stored_sequences
+from compressx.allocation.methods import chosen, measured, stored_sequences
 from compressx.allocation.units import check_allocation, units_of
 from compressx.api.names import in_short, kind_of
 from compressx.api.patterns import Structured, Unstructured
@@ -51,9 +51,20 @@ class Allocate(Stage):
 
     def run(self, state: RunState) -> None:
         """Choose, unless an interrupted run has."""
+        store, settings = state.store, state.plan.allocation
+        if settings is None:
+            return
         with state.loaded.at("allocation"):
-            if state.plan.allocation is not None:
-                _measured(state, state.plan.allocation)
+            if store.allocated is None:
+                state.report_progress("allocate", 0, 1)
+                store.allocate(state.by_first(partial(_allocated, state, settings), Allocated))
+        assert store.allocated is not None  # noqa: S101 - set above
+        report = state.results["allocation"] = store.allocated.report
+        state.plan = state.plan.allocated(store.allocated.patterns)
+        for unit in report.units:
+            expected = "" if unit.divergence is None else f", predicted divergence {unit.divergence:.3g}"
+            line = f"{in_short(unit.linears)}: {unit.pruner}, sparsity {unit.sparsity:.2%}{expected}"
+            state.log.write(logging.DEBUG, line)
 
     def sentences(self, report: RunReport) -> Iterator[str]:
         """Say which method chose the sparsities."""
@@ -67,23 +78,23 @@ class Allocate(Stage):
 
     def sections(self, report: RunReport) -> Iterator[Section]:
         """Yield how sparsities were chosen, and every unit."""
-        if (chosen := report.allocation) is None:
+        if (allocated := report.allocation) is None:
             return
         note = (
-            f"{chosen.method}, by {chosen.unit}, target {chosen.target:.2%}: {chosen.zeros} of "
-            f"{chosen.weights} weights are {report.became}."
+            f"{allocated.method}, by {allocated.unit}, target {allocated.target:.2%}: {allocated.zeros} of "
+            f"{allocated.weights} weights are {report.became}."
         )
-        if chosen.parameters is not None:
-            dense, left = chosen.parameters
+        if allocated.parameters is not None:
+            dense, left = allocated.parameters
             note += f" Of {dense} parameters {left} are left, {left / dense:.2%}"
-            note += "".join(f"; asked for: {name} {x:.10g} at most" for name, x in chosen.budget.items()) + "."
-        if any(unit.divergence is not None for unit in chosen.units):
+            note += "".join(f"; asked for: {name} {x:.10g} at most" for name, x in allocated.budget.items()) + "."
+        if any(unit.divergence is not None for unit in allocated.units):
             note += (
                 " The divergence is that of the model's predictions from the dense model's when these linears alone "
                 "are pruned, estimated to second order on held-out text, in nats, the mean over tokens; the sum was "
                 "made least."
             )
-        if any(unit.outliers is not None for unit in chosen.units):
+        if any(unit.outliers is not None for unit in allocated.units):
             note += (
                 " Outliers are the fraction of weights whose size times the norm of their input feature is far above "
                 "the block's mean."
@@ -94,7 +105,7 @@ class Allocate(Stage):
             (unit.block or "outside", ", ".join(dict.fromkeys(map(kind_of, unit.linears))), unit.pruner,
              ", ".join(dict.fromkeys(patterns[n] for n in unit.linears if n in patterns)), unit.sparsity,
              unit.divergence, unit.outliers)
-            for unit in chosen.units
+            for unit in allocated.units
         ]  # fmt: skip
         found = table(["block", "linears", "pruner", "left", Column(report.share, ".2%"), divergence, outliers], rows)
         yield Section("Allocation", note, found, brief=counted(rows, "unit"))
@@ -150,40 +161,25 @@ def _size(state: RunState, plan: Plan, budget: TargetBudget) -> tuple[int, float
     return sum(sizes.values()), (of_linears + of_biases) / weights
 
 
-def _measured(state: RunState, settings: Allocation) -> None:
-    store = state.store
-    if store.allocated is None:
-        state.report_progress("allocate", 0, 1)
-        store.allocate(state.by_first(partial(_allocated, state, settings), Allocated))
-    assert store.allocated is not None  # noqa: S101 - set above
-    report = state.results["allocation"] = store.allocated.report
-    state.plan = state.plan.allocated(store.allocated.patterns)
-    for unit in report.units:
-        expected = "" if unit.divergence is None else f", predicted divergence {unit.divergence:.3g}"
-        line = f"{in_short(unit.linears)}: {unit.pruner}, sparsity {unit.sparsity:.2%}{expected}"
-        state.log.write(logging.DEBUG, line)
-
-
 def _allocated(state: RunState, settings: Allocation) -> Allocated:
     """Measure on the text of all processes, and choose."""
     batches, store = state.batches, state.store
     keep = state.keep("allocation", stored_sequences(state.plan, settings, sum(map(len, batches))))
-    try:
-        final, report = allocate(
-            state.pruned_against, state.plan, settings, batches, state.sensitivities.linears,
-            progress=partial(state.report_progress, "allocate"), keep=keep,
-            remembered=partial(_remembered, state), earlier=store.measured, record=store.measure,
-        )  # fmt: skip
-    finally:
-        shutil.rmtree(store.blocks / "allocation", ignore_errors=True)
-    chosen = {x.name: Unstructured(p.sparsity) if isinstance(p := x.pattern, Structured) else p for x in final.linears}
-    assert state.recipe.allocation is not None  # noqa: S101 - as in the plan
-    return Allocated(chosen, dataclasses.replace(report, budget=state.recipe.allocation.budget))
-
-
-def _remembered(state: RunState, curves: Callable[[], Curves]) -> Curves:
-    """Return cached measurements of the same model, text and rules, whatever the target, or measure."""
+    measure = partial(
+        measured, state.pruned_against, state.plan, settings, batches, state.sensitivities.linears, keep,
+        partial(state.report_progress, "allocate"), store.measured, store.measure,
+    )  # fmt: skip
+    # What is measured depends on the model, the text and the rules, whatever the target. Without inputs, as where a run
+    # is only timed, nothing tells what was measured.
     measuring = {k: v for k, v in state.inputs.get("allocation", {}).items() if k != "target"}
     key = {**state.inputs, "allocation": measuring, "reconstruct_block": None}
-    # Without inputs, as where a run is only timed, nothing tells what was measured.
-    return state.cached(key, curves, "allocations", dict[str, list[list[float]]]) if state.inputs else curves()
+    kind = dict[str, float | list[list[float]]]
+    try:
+        found = state.cached(key, measure, "allocations", kind) if state.inputs else measure()
+    finally:
+        shutil.rmtree(store.blocks / "allocation", ignore_errors=True)
+    final, report = chosen(state.plan, settings, found)
+    whole = {x.name: x.pattern for x in final.linears}
+    patterns = {n: Unstructured(p.sparsity) if isinstance(p, Structured) else p for n, p in whole.items()}
+    assert state.recipe.allocation is not None  # noqa: S101 - as in the plan
+    return Allocated(patterns, dataclasses.replace(report, budget=state.recipe.allocation.budget))

@@ -95,7 +95,8 @@ class Unit:
         """The linears grouped by pattern, the coarsest steps first."""
         members: dict[object, list[PlannedLinear]] = defaultdict(list)
         for linear in self.linears:
-            members[linear.rule if _has_one_pattern(linear) else linear.name].append(linear)
+            shared = linear.pattern.together or not linear.rule.separable  # one pattern for all of the rule
+            members[linear.rule if shared else linear.name].append(linear)
         return tuple(sorted((UnitPart(tuple(m)) for m in members.values()), key=lambda part: -part.step))
 
     def max_zeros(self) -> int:
@@ -138,11 +139,6 @@ def units_of(plan: Plan, kind: Sharing) -> tuple[Unit, ...]:
     return tuple(Unit(linears[0].block, tuple(linears)) for linears in members.values())
 
 
-def _has_one_pattern(linear: PlannedLinear) -> bool:
-    """Return whether all linears of the rule in this block must share one pattern."""
-    return linear.pattern.together or not linear.rule.separable
-
-
 def _with_one_target(units: Sequence[Unit]) -> list[list[Unit]]:
     """Group the units that reach the target together: all those in blocks; each one outside is its own group."""
     groups: dict[Unit | None, list[Unit]] = defaultdict(list)
@@ -166,9 +162,6 @@ def spread(
         target: fraction of zeros.
         choose: distributes zeros among the units of the blocks; its sum need not be exact. Each unit outside the blocks
             has the target.
-
-    Returns:
-        Patterns by linear name.
     """
     # Groups with the finest steps come last, to absorb the remainder of the others.
     groups = sorted(_with_one_target(units), key=lambda g: min(part.step for u in g for part in u.parts), reverse=True)
@@ -177,7 +170,10 @@ def spread(
     for group, zeros in zip(groups, shares([sum(u.weights for u in g) for g in groups], target), strict=True):
         allotted = [zeros] if len(group) == 1 else choose(group, zeros)
         parts = [part for unit in group for part in unit.parts]
-        wanted = [n for unit, count in zip(group, allotted, strict=True) for n in _over_parts(unit, count)]
+        wanted = []
+        for unit, count in zip(group, allotted, strict=True):  # over its parts, in proportion to their weights
+            by_weight = shares([part.weights for part in unit.parts], count / unit.weights)
+            wanted += fitted(by_weight, [part.max_zeros() for part in unit.parts], count)
         counts = _rounded(parts, wanted, _reachable(parts, zeros + remaining))
         remaining += zeros - sum(counts)
         distributed.append((parts, counts))
@@ -193,12 +189,6 @@ def _reachable(parts: Sequence[UnitPart], zeros: int) -> int:
     """Round zeros to a total that parts of one step can reach; else the rest would go to a part that costs more."""
     step, *others = {part.step if isinstance(part.pattern, Structured) else 0 for part in parts}
     return zeros if others or not step else round(zeros / step) * step
-
-
-def _over_parts(unit: Unit, zeros: int) -> list[int]:
-    """Distribute a unit's zeros over its parts in proportion to their weights, within their limits."""
-    weights = [part.weights for part in unit.parts]
-    return fitted(shares(weights, zeros / unit.weights), [part.max_zeros() for part in unit.parts], zeros)
 
 
 def _rounded(parts: Sequence[UnitPart], wanted: Sequence[int], total: int) -> list[int]:
@@ -391,12 +381,9 @@ def shares(weights: Sequence[int], fraction: float) -> list[int]:
 
 
 def fitted(wanted: Sequence[int], most: Sequence[int], total: int) -> list[int]:
-    """Adjust counts to a total, in proportion to their size when reducing and to their room when increasing.
+    """Adjust counts to a total, as close as the limits 0 and `most` allow.
 
-    Args:
-        wanted: non-negative counts.
-        most: upper limit of each result.
-        total: the sum of the results, as close as the limits 0 and `most` allow.
+    They shrink in proportion to their size, and grow in proportion to their room.
     """
     counts = list(map(min, wanted, most))
     missing = total - sum(counts)
@@ -408,17 +395,10 @@ def fitted(wanted: Sequence[int], most: Sequence[int], total: int) -> list[int]:
 
 
 def in_steps(wanted: Sequence[int], most: Sequence[int], steps: Sequence[int]) -> list[int]:
-    """Round counts of zeros to multiples, carrying the rounding error to the next count.
+    """Round counts of zeros to multiples of their steps, at most `most`, carrying the rounding error to the next count.
 
-    A remainder after the last count goes to those with the finest steps that have room.
-
-    Args:
-        wanted: counts of zeros.
-        most: upper limit of each result.
-        steps: each result is a multiple of its step.
-
-    Returns:
-        Counts whose sum is as close to that of `wanted` as the finest steps allow.
+    A remainder after the last count goes to those with the finest steps that have room, so the sum is as close to that
+    of `wanted` as these allow.
     """
     counts = list(wanted)
     carry = 0

@@ -25,7 +25,7 @@ from compressx.models.generate import check_ids, first_token, sample_sequences
 from compressx.models.streaming import StreamedModel, open_model
 from compressx.planning.plan import Plan
 from compressx.recipe.document import Step
-from compressx.recipe.schema import LoadedRecipe
+from compressx.recipe.schema import LoadedRecipe, Recipe
 from compressx.recipe.sources import ComputeDtype, Generate
 from compressx.runtime.code import code_versions
 from compressx.runtime.errors import Mistakes, RecipeError
@@ -88,10 +88,10 @@ def open_model_of(state: RunState) -> Access:
 
 
 def read_all(state: RunState, generated: Generated, *, evaluated: bool = True) -> None:
-    """Read every text of a recipe into the state, and check that there is enough and that the model knows its tokens.
+    """Read every text of a recipe that the state has not yet, and check its amount and that the model knows its tokens.
 
     Args:
-        state: calibration sequences that are there already are taken as they are.
+        state: receives the text.
         generated: as for `read_calibration`.
         evaluated: whether to read evaluation text.
 
@@ -122,16 +122,8 @@ def read_all(state: RunState, generated: Generated, *, evaluated: bool = True) -
     mistakes.raise_all()
 
 
-def blank(settings: Generate, length: int) -> Tensor:
-    """Stand in for generated text where only its amount counts: int64 [samples, length], all 0."""
-    return torch.zeros(settings.samples, length, dtype=torch.int64)
-
-
 def _generated(state: RunState, settings: Generate, length: int) -> Tensor:
-    """Return the dense model's own text, int64 [samples, length].
-
-    It is written by the first process, cached on disk, and sent to the others.
-    """
+    """Return the dense model's own text, int64 [samples, length]: written by the first process, and cached on disk."""
     access = state.open()
 
     def compute() -> list[list[int]]:
@@ -217,19 +209,20 @@ def _draw_mistakes(loaded: LoadedRecipe) -> Iterator[RecipeError]:
                 )
 
 
-def could_be_streamed(state: RunState) -> bool:
-    """Return whether the weights are in memory, and could stay on disk."""
-    recipe, checkpoint = state.recipe, state.checkpoint
-    in_memory = checkpoint is None or checkpoint.file is not None or recipe.finetune or recipe.base_keeps
-    return not in_memory and recipe.model.streaming is not True
+def needing_all_weights(recipe: Recipe) -> Iterator[tuple[tuple[Step, ...], str]]:
+    """Yield what needs all weights in memory at the same time: its place in the recipe, and what it does."""
+    if recipe.finetune is not None:
+        yield ("finetune",), "fine-tuning"
+    if recipe.base_keeps:
+        yield ("base_keeps",), "taking weights from another model"
+    for place, dataset in recipe.datasets().items():
+        if dataset.generate is not None:
+            yield (*place, "generate"), "generating text"
 
 
 def _refuse_streamed(loaded: LoadedRecipe) -> None:
-    """Refuse to fine-tune, or generate text with, a model whose weights are streamed from disk."""
-    needs: list[tuple[tuple[Step, ...], str]] = [(("finetune",), "fine-tuning")] if loaded.recipe.finetune else []
-    needs += [(("base_keeps",), "taking weights from another model")] if loaded.recipe.base_keeps else []
-    needs += [((*at, "generate"), "generating text") for at, x in loaded.recipe.datasets().items() if x.generate]
-    for place, what in needs:
+    """Refuse what needs all weights in memory of a model whose weights are streamed from disk."""
+    for place, what in needing_all_weights(loaded.recipe):
         given = loaded.recipe.model.streaming
         why = "which finds the model too large for the free memory" if given == "auto" else "which keeps them on disk"
         raise RecipeError(

@@ -37,7 +37,7 @@ from compressx.runtime.timing import forget_peaks
 from compressx.stages.log import run_log
 from compressx.stages.state import Progress, RunState
 from compressx.stages.store import Store
-from compressx.training.stage import learns_from_dense
+from compressx.training.stage import taught_by_dense
 
 _DENSE_STAGES = ("load", "calibrate", "evaluate dense", "allocate")
 """The stages that leave the model's weights as they were."""
@@ -96,13 +96,13 @@ def prune(
             message says that blocks are already pruned; for other exceptions, the logger `compressx` says so.
     """
     with run_log(first=True) as log:
-        _check_model(model)
+        _check(model, tokenizer)
         name = str(getattr(model.config, "name_or_path", "") or type(model).__name__)
         path = Path(recipe) if isinstance(recipe, str | Path) else recipe
         plugins = plugins or load_plugins()
         loaded = with_evaluators(recipe_in_memory(path, name, _decided(calibration), overrides), plugins)
         state = RunState(loaded, plugins, InMemory(model).device, log=log, progress=progress)
-        state.skeleton, state.tokenizer = model, _check_tokenizer(tokenizer)
+        state.skeleton, state.tokenizer = model, _NoTokenizer() if tokenizer is None else tokenizer
         log.header(state.device)
         forget_peaks()
         # Compiled modules call no hooks. Where torch's compiler is not imported, which takes seconds, there are none.
@@ -121,7 +121,7 @@ def prune(
 
 def _pruned(state: RunState, model: Any, work: Any) -> PrunedModel:
     """Go through the stages of a run, with `work`: the dense model or a copy of it."""
-    dense = deepcopy(model) if learns_from_dense(state.recipe) and work is model else model
+    dense = deepcopy(model) if taught_by_dense(state.recipe) and work is model else model
     state.open, state.dense = lambda: InMemory(work), lambda: dense
     walk(state)
     masks = state.store.masks()
@@ -155,10 +155,6 @@ def _decided(calibration: Tensor | Sequence[Document] | None) -> Mapping[str, An
     if calibration is None:
         return None
     if not isinstance(calibration, Tensor):
-        if calibration and all(isinstance(x, list) and isinstance(next(iter(x), None), int) for x in calibration):
-            raise CalibrationError(
-                "calibration is a list of lists of numbers; token ids are expected as a tensor, int64 [samples, tokens]"
-            )
         return {"dataset": "given/text"}
     if calibration.dim() != 2 or calibration.is_floating_point() or calibration.dtype == torch.bool:
         raise CalibrationError(
@@ -181,13 +177,8 @@ def _take_text(state: RunState, calibration: Tensor | Sequence[Document] | None)
         state.calibration = sequences_of(documents, settings.samples, settings, state.tokenizer, state.skeleton)
 
 
-def _check_model(model: Any) -> None:
-    """Check that a model is a dense transformers language model on one device.
-
-    Raises:
-        UnsupportedModelError: it is not; the message says what to pass instead.
-        ArtifactError: its weights are no plain parameters, see `refuse_prepared`.
-    """
+def _check(model: Any, tokenizer: Any) -> None:
+    """Refuse what is no dense transformers language model on one device, or no tokenizer."""
     from transformers import PreTrainedModel
 
     kind, load = type(model).__name__, "load one by AutoModelForCausalLM.from_pretrained"
@@ -198,34 +189,23 @@ def _check_model(model: Any) -> None:
             f"{unwrap if isinstance(model, nn.Module) else load}"
         )
     devices = sorted({str(parameter.device) for parameter in model.parameters()})
-    told = ""
+    has = ""
     if has_adapters(model):  # get_peft_model puts them into the model that it is given, too
-        told = "PEFT adapters; merge them into its weights, or load it without them"
+        has = "PEFT adapters; merge them into its weights, or load it without them"
     elif model.get_output_embeddings() is None:
-        told = f"no head to predict tokens; {load}"
+        has = f"no head to predict tokens; {load}"
     elif getattr(model.config, "quantization_config", None) is not None:
-        told = "quantized weights; prune the full-precision model, then quantize"
+        has = "quantized weights; prune the full-precision model, then quantize"
     elif len(devices) != 1 or "meta" in devices:
-        told = (
+        has = (
             f"weights on {' and '.join(devices)}, expected one device; load it without device_map, or write a recipe "
             "with model.streaming: true and call compressx.run"
         )
-    if told:
-        raise UnsupportedModelError(f"{kind} has {told}")
+    if has:
+        raise UnsupportedModelError(f"{kind} has {has}")
     refuse_prepared(model, "pruned")
-
-
-def _check_tokenizer(tokenizer: Any) -> Any:
-    """Return a tokenizer; in place of None, one of which any use is an error.
-
-    Raises:
-        CalibrationError: something else was passed.
-    """
-    if tokenizer is None:
-        return _NoTokenizer()
-    if not callable(tokenizer):
+    if tokenizer is not None and not callable(tokenizer):
         raise CalibrationError(f"tokenizer is {tokenizer!r}; expected what AutoTokenizer.from_pretrained returns")
-    return tokenizer
 
 
 class _NoTokenizer:

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, cast
@@ -124,16 +124,14 @@ def run(
             loaded_recipe(recipe, overrides, plugins), plugins, on, ranks, log, timing,
             progress if ranks.first else None, measured=ranks.first, replace=replace,
         )  # fmt: skip
-        with deterministic(state.recipe.deterministic, on), memory_advised(state), noted(lambda: _resumable(state)):
+        output = state.recipe.output
+        kept = noted(lambda: next(filter(None, map(resumable_in, unfinished(output))), ""))
+        with deterministic(state.recipe.deterministic, on), memory_advised(state), kept:
             if resume and _is_finished_before(state):
-                report = read_report(state.recipe.output) if state.first else None
+                report = read_report(output) if state.first else None
             else:
                 report = _run(state, resume=resume, restart=restart)
         return state.by_first(lambda: cast("RunReport", report), RunReport)
-
-
-def _resumable(state: RunState) -> str:
-    return next(filter(None, map(resumable_in, unfinished(state.recipe.output))), "")
 
 
 def _is_finished_before(state: RunState) -> bool:
@@ -166,8 +164,9 @@ def _run(state: RunState, *, resume: bool, restart: bool) -> RunReport | None:
     assert checkpoint is not None  # noqa: S101 - found by the checks
     state.open = functools.cache(lambda: open_model_of(state))
     state.dense = lambda: open_model(checkpoint, False, state.device).model
-    options = {"resume": resume, "restart": restart, "replace": state.replace}
-    with _folder(state, output, options) as state.folder:
+    with contextlib.ExitStack() as opened:  # by the first process, which fills it
+        folder = output_folder(output, resume=resume, restart=restart, replace=state.replace)
+        state.folder = state.by_first(lambda: opened.enter_context(folder), Path)
         state.log.open(state.folder)
         walk(state)
         if not state.first:
@@ -176,13 +175,6 @@ def _run(state: RunState, *, resume: bool, restart: bool) -> RunReport | None:
         state.log.close()  # Windows renames no folder with an open file
     state.plugins.manager.hook.compressx_run_finished(report=report, output=output.expanduser())
     return report
-
-
-@contextlib.contextmanager
-def _folder(state: RunState, output: Path, options: Mapping[str, Any]) -> Iterator[Path]:
-    """Yield the output folder, which the first process opens and fills, in every process."""
-    with contextlib.ExitStack() as opened_by_first:
-        yield state.by_first(lambda: opened_by_first.enter_context(output_folder(output, **options)), Path)
 
 
 def _write_reports(state: RunState, folder: Path) -> RunReport:

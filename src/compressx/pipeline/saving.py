@@ -105,8 +105,8 @@ def export_all(state: RunState, output: Path) -> Iterator[dict[str, Any]]:
         with os_errors_named("create", folder):
             folder.mkdir(parents=True, exist_ok=spec.dense)
         with state.loaded.at("export", i), blamed_on(f"exporter {export.format!r}"):
-            if told := exporter.export(model, folder):
-                state.note(f"{export.format}: {told}")
+            if written := exporter.export(model, folder):
+                state.note(f"{export.format}: {written}")
         size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
         found = {"format": export.format, "folder": folder.relative_to(output).as_posix(), "bytes": size}
         yield found | _measured(state, export.format, folder, getattr(exporter, "loads", None))

@@ -17,20 +17,19 @@ from compressx.api.pruner import Block, statistic_of
 from compressx.models.architecture import architecture_of, find_blocks, text_config
 from compressx.models.export import room_for
 from compressx.models.streaming import is_larger_than_memory
-from compressx.pipeline.inputs import could_be_streamed
+from compressx.pipeline.inputs import needing_all_weights
 from compressx.planning.plan import Plan
 from compressx.runtime.errors import ArtifactError, OutOfMemoryError, memory_named
 from compressx.stages.state import RunState
 from compressx.training.stage import LESS_MEMORY, checkpoint_bytes
 
 _OF_CALIBRATION = "lower calibration.batch_size, samples or sequence_length, or set calibration.memory_limit: 4GB"
-_OF_EVALUATION = "lower batch_size or sequence_length of the evaluator"
 _LESS = {
     **dict.fromkeys(("calibrate", "allocate", "prune"), _OF_CALIBRATION),
-    **dict.fromkeys(("evaluate dense", "evaluate pruned", "evaluate finetuned"), _OF_EVALUATION),
+    "evaluate": "lower batch_size or sequence_length of the evaluator",
     **LESS_MEMORY,
 }
-"""What takes less memory, by the stage in which it ran out."""
+"""What takes less memory, by the first word of the stage in which it ran out."""
 
 
 def memory_bytes(state: RunState) -> dict[str, int]:
@@ -66,10 +65,10 @@ def memory_bytes(state: RunState) -> dict[str, int]:
 
 
 def disk_bytes(state: RunState, plan: Plan) -> dict[str, int]:
-    """Return what a run needs on its output's disk: parts that stay, and the largest of those that are there in turn.
+    """Return what a run needs on its output's disk: parts that last, and the largest of those that replace one another.
 
-    Finished blocks, and their masks twice, stay. In turn: hidden states, with those of an earlier block and those that
-    `memory_limit` keeps in files; two checkpoints of fine-tuning; at the end the model, with the last checkpoint.
+    Finished blocks, and their masks twice, last. One after the other there are hidden states, with those of an earlier
+    block and those that `memory_limit` keeps in files; two checkpoints of fine-tuning; the model, with a checkpoint.
     """
     recipe, itemsize = state.recipe, state.dtype.itemsize
     whole = itemsize * sum(p.numel() for p in state.skeleton.parameters())
@@ -117,8 +116,9 @@ def memory_advised(state: RunState) -> Iterator[None]:
             yield
     except OutOfMemoryError as error:
         name = state.timing.stage
-        advice = [_LESS[name]] if name in _LESS else []
-        if could_be_streamed(state):
+        advice = [less] if (less := _LESS.get(name.partition(" ")[0])) else []
+        folder = state.checkpoint is not None and state.checkpoint.file is None  # else nothing is streamed
+        if folder and state.recipe.model.streaming is not True and not any(needing_all_weights(state.recipe)):
             advice.append("set model.streaming: true")
         what = ", or ".join(advice) or "free some memory, or use a machine with more"
         raise OutOfMemoryError(f"{name}: {error}; {what}") from error

@@ -42,7 +42,11 @@ def prepare(state: RunState) -> None:
     """
     mistakes, plan = Mistakes(), None
     if state.skeleton is None:
-        _find_model(state, mistakes)
+        with mistakes.collected(), state.loaded.at("model"):
+            checkpoint = find_checkpoint(state.recipe.model)
+            find_blocks(skeleton := load_skeleton(checkpoint))
+            state.checkpoint, state.skeleton = checkpoint, skeleton
+            state.tokenizer = load_tokenizer(checkpoint)
     if state.skeleton is None:
         check_rules(state.loaded, state.plugins, None, mistakes)
     else:
@@ -55,15 +59,6 @@ def prepare(state: RunState) -> None:
     assert plan is not None  # noqa: S101 - otherwise there is a mistake
     state.plan = plan
     state.log.write(logging.WARNING, plan.warning)
-
-
-def _find_model(state: RunState, mistakes: Mistakes) -> None:
-    with mistakes.collected(), state.loaded.at("model"):
-        checkpoint = find_checkpoint(state.recipe.model)
-        skeleton = load_skeleton(checkpoint)
-        find_blocks(skeleton)
-        state.checkpoint, state.skeleton = checkpoint, skeleton
-        state.tokenizer = load_tokenizer(checkpoint)
 
 
 def walk(state: RunState) -> None:

@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
+import torch
+
 from compressx.evaluation.evaluators import with_evaluators
 from compressx.models.access import Device
-from compressx.pipeline.inputs import blank, read_all
+from compressx.pipeline.inputs import read_all
 from compressx.pipeline.run import run
 from compressx.pipeline.saving import is_finished
 from compressx.pipeline.stages import prepare
@@ -82,13 +84,16 @@ def runs_of(
     """
     named = [_axis(axis) for axis in axes]
     keys = [key for key, _ in named]
-    if repeated := next((key for key in keys if keys.count(key) > 1), None):
-        raise RecipeError(f"--grid {repeated}: given twice; list all its values once")
-    if both := next((one for one in overrides if ".".join(steps_of(one.partition("=")[0])) in keys), None):
-        raise RecipeError(f"--set {both}: --grid also sets this key; remove one of the two")
     combinations = list(product(*(values for _, values in named)))
+    wrong = [f"--grid {key}: given twice; list all its values once" for key in keys if keys.count(key) > 1]
+    wrong += [
+        f"--set {one}: --grid also sets this key; remove one of the two"
+        for one in overrides if ".".join(steps_of(one.partition("=")[0])) in keys
+    ]  # fmt: skip
     if len(set(combinations)) < len(combinations):
-        raise RecipeError(f"--grid {' '.join(axes)}: a value is given twice")
+        wrong.append(f"--grid {' '.join(axes)}: a value is given twice")
+    if wrong:
+        raise RecipeError("\n".join(dict.fromkeys(wrong)))
     given = [tuple(f"{key}={value}" for key, value in zip(keys, values, strict=True)) for values in combinations]
     if output is None:  # not inside the recipe's own output, which a run of it replaces
         run_alone = load_recipe(recipe, overrides, given[0]).recipe.output
@@ -118,7 +123,7 @@ def check_runs(cells: Iterable[SweepRun], plugins: Plugins) -> None:
         if (texts := f"{state.plan.needs_calibration} {named}") in counted:
             continue
         try:
-            read_all(state, blank)
+            read_all(state, lambda text, length: torch.zeros(text.samples, length, dtype=torch.int64))  # as many
         except CompressxError as error:
             raise type(error)(f"{' '.join(cell.values)}: {error}") from error
         counted.add(texts)

@@ -12,8 +12,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import torch
-
 from compressx.blocks.prune import prune_model
 from compressx.blocks.stage import Prune
 from compressx.models.shards import OUTSIDE
@@ -37,10 +35,8 @@ class RunTime:
     """What a run will take on a device, from what one block of each kind took.
 
     Attributes:
-        device: the device.
         seconds: by stage.
         blocks: to prune; the linears outside the blocks count as one.
-        peak_memory_bytes: of the process.
         peak_gpu_memory_bytes: of tensors on GPUs; 0 without one.
         left_out: parts of the run that are not in these figures.
     """
@@ -85,18 +81,20 @@ def time_run(state: RunState, progress: Progress | None = None) -> RunTime:
         if progress is not None:
             progress(stage, done, total, note)
         if stage == "allocate" and done not in clock:
-            clock[done] = _now(state.device)
+            synchronize(state.device)
+            clock[done] = time.perf_counter()
             if done == 2:
                 raise _EnoughError
 
     with run_log(first=True) as log, TemporaryDirectory(prefix="compressx-") as folder:
         loaded = replace(state.loaded, recipe=recipe.model_copy(update={"evaluate": None}))
         state = replace(state, loaded=loaded, log=log, timing=Timing("load"), progress=tell, replace=False)
-        state.plan, state.store, state.open = (
-            _without_depth(asked),
-            Store(Path(folder)),
-            cache(lambda: open_model_of(state)),
-        )
+        state.plan = asked
+        if asked.depth is not None:  # a rule that prunes no linear
+            linears = tuple(x for x in asked.linears if x.rule != asked.depth.rule)
+            rules = tuple(rule for rule in asked.rules if rule != asked.depth.rule)
+            state.plan = replace(asked, linears=linears, rules=rules, depth=None)
+        state.store, state.open = Store(Path(folder)), cache(lambda: open_model_of(state))
         with deterministic(recipe.deterministic, state.device), memory_advised(state):
             for stage in takewhile(lambda stage: not isinstance(stage, Prune), STAGES):
                 with suppress(_EnoughError):
@@ -112,15 +110,6 @@ def time_run(state: RunState, progress: Progress | None = None) -> RunTime:
                 str(state.device), seconds, sum(counts.values()), peak_resident_bytes(), peak_gpu_bytes(),
                 tuple(_left_out(recipe, asked)),
             )  # fmt: skip
-
-
-def _without_depth(planned: Plan) -> Plan:
-    """Return a plan without the rule that drops whole blocks, which prunes no linear."""
-    if planned.depth is None:
-        return planned
-    drops = planned.depth.rule
-    linears = tuple(x for x in planned.linears if x.rule != drops)
-    return replace(planned, linears=linears, rules=tuple(r for r in planned.rules if r != drops), depth=None)
 
 
 def _kinds(planned: Plan) -> dict[str, int]:
@@ -145,12 +134,6 @@ def _pruned(state: RunState, fqns: set[str]) -> dict[str, float]:
             found[block.report.fqn] = block.report.seconds
             state.report_progress("prune", len(found), len(fqns), block.report.fqn)
     return found
-
-
-def _now(device: torch.device) -> float:
-    """Return the clock, once a GPU is done."""
-    synchronize(device)
-    return time.perf_counter()
 
 
 def _left_out(recipe: Recipe, planned: Plan) -> Iterator[str]:

@@ -36,7 +36,7 @@ _NUMBERS_OF_LAYERS = ("mlp_only_layers",)
 
 @dataclass(frozen=True, eq=False)
 class RemainingUnits:
-    """Which units of one set stay.
+    """Which units of one set are kept.
 
     Attributes:
         units: the set.
@@ -48,19 +48,18 @@ class RemainingUnits:
 
     @property
     def index(self) -> Tensor:
-        """The numbers of those that stay, int64."""
+        """The numbers of the kept units, int64."""
         return self.keep.nonzero().flatten()
 
 
 @dataclass(frozen=True, eq=False)
 class Cuts:
-    """What stays of the tensors of a model.
+    """What is kept of the tensors of a model.
 
     Attributes:
-        whole: the indices that stay, by parameter or buffer and dimension.
-        experts: of parameters that hold experts, the indices that stay of each of them, by parameter and dimension of
-            one expert.
-        lists: of lists of modules that become shorter, the new number of each module that stays, by its old one.
+        whole: the kept indices, by parameter or buffer and dimension.
+        experts: of parameters that hold experts, the kept indices of each, by parameter and dimension of one expert.
+        lists: of lists of modules that become shorter, the new number of each kept module, by its old one.
     """
 
     whole: dict[str, dict[int, Tensor]]
@@ -68,7 +67,7 @@ class Cuts:
     lists: dict[str, dict[int, int]]
 
     def name(self, name: str) -> str | None:
-        """Return the name of a tensor or module in the smaller model; None if it goes."""
+        """Return the name of a tensor or module in the smaller model; None if it is removed."""
         parts = name.split(".")
         for i, part in enumerate(name.split(".")):
             if (numbers := self.lists.get(".".join(name.split(".")[:i]))) is not None:
@@ -78,7 +77,7 @@ class Cuts:
         return ".".join(parts)
 
     def cut(self, name: str, tensor: Tensor) -> Tensor:
-        """Return what stays of a tensor of the larger model; it is the tensor itself if that is all of it."""
+        """Return what is kept of a tensor of the larger model; it is the tensor itself if that is all of it."""
         for dim, experts in self.experts.get(name, {}).items():
             parts = [part.index_select(dim, experts[e].to(part.device)) for e, part in enumerate(tensor)]
             tensor = torch.stack(parts)
@@ -87,7 +86,7 @@ class Cuts:
         return tensor
 
     def all(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return what stays of some tensors, by name in the smaller model."""
+        """Return what is kept of some tensors, by name in the smaller model."""
         return {new: self.cut(n, x).detach() for n, x in tensors.items() if (new := self.name(n)) is not None}
 
 
@@ -98,8 +97,8 @@ class Smaller:
     Attributes:
         config: of the smaller model.
         numbers: what changed in it: before and after, by name.
-        cuts: what stays of its tensors.
-        blocks: the names in the larger model of the decoder blocks that stay.
+        cuts: what is kept of its tensors.
+        blocks: the names in the larger model of the kept decoder blocks.
     """
 
     config: Any
@@ -116,7 +115,7 @@ def smaller(model: Any, kept: Sequence[RemainingUnits], dropped: Sequence[str] =
 
     Args:
         model: the model; only shapes and settings are read, so it may be on the meta device.
-        kept: of each set of units that was pruned, which stay.
+        kept: of each set of units that was pruned, which are kept.
         dropped: names of the removed decoder blocks.
 
     Raises:
@@ -134,7 +133,12 @@ def smaller(model: Any, kept: Sequence[RemainingUnits], dropped: Sequence[str] =
         cuts.lists[parent(blocks[0].fqn)] = {block.index: new for new, block in enumerate(left)}
     made = Smaller(config, numbers, cuts, tuple(block.fqn for block in left))
     small = build_like(model, made)
-    _compare_tensors(model, made, small)
+    theirs = {name: [*x.shape] for name, x in small.state_dict().items()}
+    ours = {name: [*x.shape] for name, x in cuts.all(_empty(model)).items()}
+    for name in [*ours, *theirs]:
+        if ours.get(name) != theirs.get(name):
+            has = f"it has {name} {theirs.get(name, 'nowhere')}, and {ours.get(name, 'nothing')} is left"
+            raise _undescribed(model, made, has)
     _compare_settings(model, made, small)
     return made
 
@@ -218,16 +222,6 @@ def _cut_by_head(cuts: Cuts, block: Block, one: RemainingUnits) -> None:
                 )
 
 
-def _compare_tensors(model: nn.Module, made: Smaller, small: nn.Module) -> None:
-    """Refuse a smaller model whose tensors are not those that are left."""
-    theirs = {name: [*x.shape] for name, x in small.state_dict().items()}
-    ours = {name: [*x.shape] for name, x in made.cuts.all(_empty(model)).items()}
-    for name in [*ours, *theirs]:
-        if ours.get(name) != theirs.get(name):
-            has = f"it has {name} {theirs.get(name, 'nowhere')}, and {ours.get(name, 'nothing')} is left"
-            raise _undescribed(model, made, has)
-
-
 def _compare_settings(model: nn.Module, made: Smaller, small: nn.Module) -> None:
     """Refuse a smaller model whose blocks differ in more than numbers of units: in scales, windows or tables."""
     for fqn in made.blocks:
@@ -264,16 +258,13 @@ def _settings(module: nn.Module) -> dict[str, float | str | bool]:
 def renumber(
     config: Any, blocks: Sequence[Block], left: Sequence[Block], remaining: Mapping[UnitKind, Mapping[str, int]]
 ) -> dict[str, tuple[int, int]]:
-    """Change a config in place, so that it describes what is left.
+    """Change a config in place, so that it describes what is left; return the numbers before and after, by name.
 
     Args:
         config: of the model's text part.
         blocks: all decoder blocks.
-        left: those that stay.
-        remaining: by kind and by the name of a set of units that was pruned, how many of them stay.
-
-    Returns:
-        By name, the numbers before and after.
+        left: those that are kept.
+        remaining: by kind and by the name of a set of units that was pruned, how many of them are kept.
 
     Raises:
         UnsupportedModelError: the config has no such number, or one for blocks that are no longer alike.
@@ -281,20 +272,27 @@ def renumber(
     numbers: dict[str, tuple[int, int]] = {}
     for kind, now in remaining.items():
         counts = _counts(kind, left, now)
-        if kind == "kv-groups":
-            attending = next(block for block in left if any(_sets(kind, block)))  # in hybrids not every one
-            numbers |= _renumber_heads(config, *_only(counts), attending)
-        elif kind == "experts":
-            numbers |= _renumber_experts(config, *_only(counts))
-        else:
+        if kind == "neurons":
             numbers |= _renumber_neurons(config, counts)
+            continue
+        if len(counts) > 1:
+            raise UnsupportedModelError(
+                f"blocks differ: they have {' and '.join(map(str, counts))} units of one kind; leave out shrink"
+            )
+        ((before, after),) = counts.items()
+        if kind == "experts":
+            names = [n for n in _EXPERTS if getattr(config, n, None) == before]
+            numbers |= _changed(config, names, before, after) or _refused(config, kind, before, after)
+        else:
+            attending = next(block for block in left if any(_sets(kind, block)))  # in hybrids not every one
+            numbers |= _renumber_heads(config, before, after, attending)
     if len(left) < len(blocks):
         numbers |= _renumber_blocks(config, [i for i, block in enumerate(blocks) if block in left], len(blocks))
     return numbers
 
 
 def _counts(kind: UnitKind, blocks: Sequence[Block], remaining: Mapping[str, int]) -> dict[int, int]:
-    """Return how many units stay, by how many there were: one number in the config, so the same everywhere."""
+    """Return how many units are kept, by how many there were: one number in the config, so the same everywhere."""
     counts: dict[int, tuple[int, str]] = {}
     for block in blocks:
         for fqn, count in _sets(kind, block):
@@ -314,14 +312,6 @@ def _sets(kind: UnitKind, block: Block) -> Iterator[tuple[str, int]]:
             yield units.fqn, units.count
     except UnsupportedModelError:  # dense blocks of a mixture have no experts
         return
-
-
-def _only(counts: Mapping[int, int]) -> tuple[int, int]:
-    if len(counts) > 1:
-        raise UnsupportedModelError(
-            f"blocks differ: they have {' and '.join(map(str, counts))} units of one kind; leave out shrink"
-        )
-    return next(iter(counts.items()))
 
 
 def _renumber_neurons(config: Any, counts: Mapping[int, int]) -> dict[str, tuple[int, int]]:
@@ -351,11 +341,6 @@ def _renumber_heads(config: Any, before: int, after: int, block: Block) -> dict[
             f"{heads * after // before} heads of {size} features; leave out shrink, or prune neurons"
         ) from error
     return numbers | _changed(config, names, before, after)
-
-
-def _renumber_experts(config: Any, before: int, after: int) -> dict[str, tuple[int, int]]:
-    names = [n for n in _EXPERTS if getattr(config, n, None) == before]
-    return _changed(config, names, before, after) or _refused(config, "experts", before, after)
 
 
 def _renumber_blocks(config: Any, left: Sequence[int], depth: int) -> dict[str, tuple[int, int]]:

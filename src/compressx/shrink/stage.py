@@ -23,7 +23,7 @@ from compressx.models.checkpoint import Checkpoint
 from compressx.models.loading import load_model
 from compressx.models.shards import OUTSIDE, save_model
 from compressx.models.streaming import StreamedModel, open_streamed
-from compressx.planning.plan import Plan, PlannedDepth
+from compressx.planning.plan import Plan
 from compressx.runtime.errors import Mistakes, RecipeError, UnsupportedModelError
 from compressx.runtime.files import BLOCKS, atomic_write, json_text
 from compressx.shrink.cuts import RemainingUnits, Smaller, build_like, remaining_tensors, smaller
@@ -42,38 +42,35 @@ class Shrink(Stage):
     def check(self, state: RunState, plan: Plan | None, mistakes: Mistakes) -> None:
         """Refuse `shrink` where no whole unit is removed, or where the config cannot describe the smaller model.
 
-        Which go is not known yet: the first units stand for those that will stay, and of blocks the first, and the
-        last, for those that will go.
+        Which are removed is not known yet: the first units stand for those that will be kept, and of blocks the first,
+        and the last, for those that will be removed.
         """
         if plan is None or not state.recipe.shrink:
             return
-        patterns = {
-            (x.pattern.unit, x.pattern.units.fqn): x.pattern for x in plan.linears if isinstance(x.pattern, Structured)
-        }
-        if not patterns and plan.depth is None:
-            mistakes.add(RecipeError(
-                f"{state.loaded.where('shrink')}: no rule drops anything whole, so no smaller dense model is left; "
-                "give a rule pattern: neurons, kv-groups, experts or blocks, or remove shrink"
-            ))  # fmt: skip
-            return
-        if state.recipe.own_widths:
-            mistakes.add(RecipeError(
-                f"{state.loaded.where('shrink')}: a config of transformers has one width for all blocks, but "
-                f"allocation at {state.loaded.where('allocation')} gives each its own; drop shrink, and export a "
-                "format with a width for each block, or drop allocation, and give the rules their sparsity"
-            ))  # fmt: skip
-            return
-        kept = [
-            RemainingUnits(p.units, torch.arange(p.units.count) < p.units.count - p.dropped)
-            for p in patterns.values()
-            if p.unit != "blocks"
-        ]
         with mistakes.collected(), state.loaded.at("shrink"):
-            for gone in _gone(plan.depth):
+            wrong = ""
+            if plan.depth is None and not any(isinstance(x.pattern, Structured) for x in plan.linears):
+                wrong = (
+                    "no rule drops anything whole, so no smaller dense model is left; give a rule pattern: neurons, "
+                    "kv-groups, experts or blocks, or remove shrink"
+                )
+            elif state.recipe.own_widths:
+                wrong = (
+                    "a config of transformers has one width for all blocks, but allocation at "
+                    f"{state.loaded.where('allocation')} gives each its own; drop shrink, and export a format with a "
+                    "width for each block, or drop allocation, and give the rules their sparsity"
+                )
+            if wrong:
+                raise RecipeError(wrong)
+            kept = [
+                RemainingUnits(p.units, torch.arange(p.units.count) < p.units.count - p.dropped) for p in _sets(plan)
+            ]
+            count, names = (plan.depth.pattern.dropped, plan.depth.blocks) if plan.depth else (0, ())
+            for gone in dict.fromkeys((names[:count], names[len(names) - count :])):
                 smaller(state.skeleton, kept, gone)
 
     def run(self, state: RunState) -> None:
-        """Write `model/`, and what stays of the original to `units.json`; the masks keep the original's shapes."""
+        """Write `model/`, and what is kept of the original to `units.json`; the masks keep the original's shapes."""
         folder, access, plan = state.folder, state.access, state.plan
         if state.recipe.own_widths:
             tensors = remaining_tensors(access.model, remaining_units(plan, state.store.masks()))
@@ -107,23 +104,16 @@ class Shrink(Stage):
             }
 
 
-def _gone(depth: PlannedDepth | None) -> tuple[tuple[str, ...], ...]:
-    """Return which blocks to try to remove."""
-    if depth is None:
-        return ((),)
-    count = depth.pattern.dropped
-    return depth.blocks[:count], depth.blocks[len(depth.blocks) - count :]
+def _sets(plan: Plan) -> list[Structured]:
+    """Return the pattern of each set of units inside blocks that a plan prunes."""
+    patterns = [x.pattern for x in plan.linears if isinstance(x.pattern, Structured) and x.pattern.unit != "blocks"]
+    return [*{(p.unit, p.units.fqn): p for p in patterns}.values()]
 
 
 def remaining_units(plan: Plan, masks: MaskSet) -> list[RemainingUnits]:
-    """Return which units stay, of each set of units that was pruned."""
-    patterns = [x.pattern for x in plan.linears if isinstance(x.pattern, Structured)]
-    sets = {(p.unit, p.units.fqn): p.units for p in patterns}
-    return [
-        RemainingUnits(units, units.kept({name: masks[name].keep for name in units.owners}))
-        for units in sets.values()
-        if units.kind != "blocks"
-    ]
+    """Return which units are kept, of each set of units that was pruned."""
+    sets = [p.units for p in _sets(plan)]
+    return [RemainingUnits(x, x.kept({name: masks[name].keep for name in x.owners})) for x in sets]
 
 
 def _compare(access: Access, made: Smaller, checkpoint: Checkpoint) -> tuple[Access, float]:
@@ -192,15 +182,9 @@ def largest_difference(pruned: Access, smaller: Access, made: Smaller, tokens: T
     bits of one block's output are magnified by the next ones. So each block is compared alone, in float32, or in
     float64 if that is what the model has.
 
-    Args:
-        pruned: of the original size.
-        smaller: what is left of it.
-        made: how it was made.
-        tokens: ids [batch, tokens].
-
     Returns:
         The largest of the differences of the embeddings, of what each block adds to the hidden states, and of the
-        logits; each a norm, relative to that of the larger model. `TOLERANCE` is more than rounding explains.
+        logits on tokens [batch, tokens]; each a norm, relative to that of the larger model.
     """
     both = (pruned, smaller)
     found = [architecture_of(access.model) for access in both]

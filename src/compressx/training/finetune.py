@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -50,9 +50,6 @@ _CHECKS = 4
 _BACK_OFF = 0.25
 """The learning rate is multiplied by this after each held-out loss that is no new minimum."""
 
-_RowLoss: TypeAlias = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Takes logits [rows, vocabulary], which it may overwrite, and targets; returns the summed loss and its gradient."""
-
 _NO_TARGET = -100
 """Target of a sequence's last token, which has no next token."""
 
@@ -81,15 +78,10 @@ def finetune(
         progress: called with the steps done, the total and the last loss.
         note: called with a sentence when training returns to earlier weights.
 
-    Returns:
-        A report with the loss of every step, and of held-out sequences at intervals.
-
     Raises:
         CalibrationError: a loss, gradient or trained weight that is not finite.
         ArtifactError: masks of another model, or a checkpoint that cannot be read or written.
     """
-    if (teacher is None) != (settings.teacher == "none"):
-        raise ValueError(f"teacher {settings.taught_by!r} with {'no' if teacher is None else 'a'} dense model")
     prepared = trainable(model, model, masks, norms=settings.norms, lora=settings.lora, seed=settings.seed)
     with (
         own_checkpointing_off(model), prepared as parameters, _training_mode(model, settings.gradient_checkpointing)
@@ -312,13 +304,12 @@ def batch(sequences: Tensor, step: int, settings: Finetune) -> Tensor:
     return sequences[torch.stack([orders[i // len(sequences)][i % len(sequences)] for i in drawn])]
 
 
-def distillation_loss(student: Tensor, teacher: Tensor, *, rows: int | None = None) -> Tensor:
+def distillation_loss(student: Tensor, teacher: Tensor) -> Tensor:
     """Return KL(softmax(teacher) || softmax(student)), the mean over rows (Hinton et al., arXiv 1503.02531, T = 1).
 
     Args:
         student: logits [n, vocabulary], which receive the gradient.
         teacher: logits [n, vocabulary], constants, on the same device.
-        rows: rows computed at a time.
 
     Returns:
         A scalar, at least float32 and non-negative up to rounding. `backward` can be called once.
@@ -333,19 +324,15 @@ def distillation_loss(student: Tensor, teacher: Tensor, *, rows: int | None = No
         loss = torch.dot(p.flatten(), wanted.sub_(predicted).flatten())
         return loss, predicted.exp_().sub_(p)
 
-    return _InChunks.mean(student, teacher, len(student), summed, rows)
+    return _in_chunks(student, teacher, len(student), summed)
 
 
-def next_token_loss(logits: Tensor, ids: Tensor, *, rows: int | None = None) -> Tensor:
-    """Return the mean negative log-likelihood of all tokens but the first of each sequence.
+def next_token_loss(logits: Tensor, ids: Tensor) -> Tensor:
+    """Return the mean negative log-likelihood of all tokens but the first of each sequence, as `distillation_loss`.
 
     Args:
         logits: [sequences, tokens, vocabulary].
         ids: int64 [sequences, tokens].
-        rows: as for `distillation_loss`.
-
-    Returns:
-        As `distillation_loss`.
     """
     following = functional.pad(ids[:, 1:], (0, 1), value=_NO_TARGET).flatten()
 
@@ -356,20 +343,23 @@ def next_token_loss(logits: Tensor, ids: Tensor, *, rows: int | None = None) -> 
         return loss.detach(), torch.autograd.grad(loss, leaf)[0]
 
     # Slicing the last token off the logits would copy them.
-    return _InChunks.mean(logits.flatten(0, 1), following, ids.numel() - len(ids), summed, rows)
+    return _in_chunks(logits.flatten(0, 1), following, ids.numel() - len(ids), summed)
 
 
 class _InChunks(torch.autograd.Function):
-    """A mean over chunks of rows that computes its gradient in the forward pass and keeps nothing else."""
+    """A mean over chunks of rows that computes its gradient in the forward pass and keeps nothing else.
 
-    @classmethod
-    def mean(cls, logits: Tensor, targets: Tensor, count: int, summed: _RowLoss, rows: int | None) -> Tensor:
-        at_once = _LOGITS_AT_ONCE if logits.device.type == "cpu" else _LOGITS_AT_ONCE_ON_ACCELERATOR
-        loss: Tensor = cls.apply(logits, targets, count, summed, rows or max(1, at_once // logits.shape[-1]))  # type: ignore[no-untyped-call]
-        return loss
+    `summed` takes logits [rows, vocabulary], which it may overwrite, and targets; it returns the summed loss and its
+    gradient.
+    """
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, count: int, summed: _RowLoss, rows: int) -> Tensor:
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, count: int,
+        summed: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+    ) -> Tensor:  # fmt: skip
+        at_once = _LOGITS_AT_ONCE if logits.device.type == "cpu" else _LOGITS_AT_ONCE_ON_ACCELERATOR
+        rows = max(1, at_once // logits.shape[-1])
         dtype = torch.promote_types(logits.dtype, torch.float32)
         total = torch.zeros((), dtype=torch.float64, device=logits.device)
         ctx.gradient = torch.empty_like(logits)
@@ -381,6 +371,9 @@ class _InChunks(torch.autograd.Function):
         return (total / count).to(dtype)
 
     @staticmethod
-    def backward(ctx: Any, *scales: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, *scales: Tensor) -> tuple[Tensor, None, None, None]:
         gradient, ctx.gradient = ctx.gradient, None
-        return gradient.mul_(scales[0]), None, None, None, None
+        return gradient.mul_(scales[0]), None, None, None
+
+
+_in_chunks: Callable[..., Tensor] = _InChunks.apply

@@ -72,9 +72,6 @@ def reconstruct(
         settings: the recipe's `reconstruct_block` section.
         ranks: the processes; gradients and errors are summed over all, and all end with the same weights.
         channels: weight of each output channel in the error [width]; `channel_weights` when absent.
-
-    Returns:
-        The held-out errors; the final one is never higher than the first.
     """
     started = time.perf_counter()
     module = model.get_submodule(fqn)
@@ -123,7 +120,10 @@ class _Trained:
                 with torch.enable_grad():
                     for passage in mine:
                         (passage.errors(self.channels).sum() / tokens).backward()
-                self._share_gradients(ranks)
+                for parameter in self.parameters if ranks.size > 1 else ():
+                    if parameter.grad is None:  # this process had no batch in this step
+                        parameter.grad = torch.zeros_like(parameter)
+                    ranks.all_reduce_(parameter.grad)
                 optimizer.step()
                 optimizer.zero_grad()
                 schedule.step()
@@ -140,13 +140,6 @@ class _Trained:
         for parameter, value in zip(self.parameters, exact, strict=True):
             parameter.copy_(value)
         return math.fsum(error for error, _ in totals) / sum(tokens for _, tokens in totals)
-
-    def _share_gradients(self, ranks: Ranks) -> None:
-        if ranks.size > 1:
-            for parameter in self.parameters:
-                if parameter.grad is None:  # this process had no batch in this step
-                    parameter.grad = torch.zeros_like(parameter)
-                ranks.all_reduce_(parameter.grad)
 
 
 def _rate(done: float) -> float:

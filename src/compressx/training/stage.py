@@ -24,7 +24,7 @@ from compressx.planning.plan import Plan
 from compressx.planning.targets import matching_planned
 from compressx.recipe.rules import matches
 from compressx.recipe.schema import LoadedRecipe, Recipe
-from compressx.recipe.sections import Calibration, Finetune, ReconstructBlock
+from compressx.recipe.sections import Finetune
 from compressx.recipe.sources import ModelSource
 from compressx.report.section import Column, Section, counted, number_of, table
 from compressx.runtime.errors import CompressxError, Mistakes, RecipeError, UnsupportedModelError
@@ -51,19 +51,24 @@ class BlockReconstruction(Stage):
         settings, text = state.recipe.reconstruct_block, state.recipe.calibration
         if settings is None:
             return
-        where = state.loaded.where("reconstruct_block")
-        if plan is not None and text is None:
-            mistakes.add(RecipeError(
-                f"{where}: blocks are trained on calibration text, but the recipe has no calibration; add one, such as "
-                "calibration: {dataset: wikitext, samples: 128}"
-            ))  # fmt: skip
-        if plan is not None and not any(linear.block for linear in plan.linears):
-            mistakes.add(RecipeError(
-                f"{where}: it has no effect: all linears that the rules match are outside the decoder blocks; leave it "
-                "out"
-            ))  # fmt: skip
-        if text is not None:
-            mistakes.add(*undivided(state.loaded, settings, text, state.processes))
+        count = state.processes
+        samples, size = (0, 0) if text is None else (text.samples, text.batch_size)
+        step, each = size * count, f" for each of {count} processes" if count > 1 else ""
+        for wrong, key, why in (
+            (plan is not None and text is None, (),
+             "blocks are trained on calibration text, but the recipe has no calibration; add one, such as "
+             "calibration: {dataset: wikitext, samples: 128}"),
+            (plan is not None and not any(linear.block for linear in plan.linears), (),
+             "it has no effect: all linears that the rules match are outside the decoder blocks; leave it out"),
+            (text is not None and samples // count <= size, (),
+             f"no batch is left to hold out: {samples} calibration sequences are one batch of {size}{each}; expected "
+             f"calibration.samples of {step + count} or more, or a smaller calibration.batch_size"),
+            (text is not None and settings.batch_size % step, ("batch_size",),
+             f"a step of {settings.batch_size} sequences is no whole number of calibration batches of {size}{each}; "
+             f"expected a multiple of {step}, or a smaller calibration.batch_size"),
+        ):  # fmt: skip
+            if wrong:
+                mistakes.add(RecipeError(f"{state.loaded.where('reconstruct_block', *key)}: {why}"))
 
     def sentences(self, report: RunReport) -> Iterator[str]:
         """Say that the blocks were trained."""
@@ -164,8 +169,8 @@ def _summary(tuned: FinetuneReport) -> str:
     )
 
 
-def learns_from_dense(recipe: Recipe) -> bool:
-    """Return whether the recipe's dense model is needed after it was pruned."""
+def taught_by_dense(recipe: Recipe) -> bool:
+    """Return whether the dense model is needed after it was pruned."""
     return recipe.finetune is not None and recipe.finetune.teacher == "dense"
 
 
@@ -243,28 +248,22 @@ def _checkpoint(state: RunState, settings: Finetune, sequences: torch.Tensor, te
 
 def _mistakes(loaded: LoadedRecipe, settings: Finetune, skeleton: Any) -> Iterator[CompressxError]:
     """Yield an error for fine-tuning without text or PEFT, and for one that the model does not support."""
-    draw = settings.draw
-    if draw is None and loaded.recipe.calibration is None:
-        yield RecipeError(
-            f"{loaded.where('finetune')}: no text to train on: the recipe has neither calibration nor "
-            "finetune.dataset; add one, such as finetune.dataset: wikitext"
-        )
-    if settings.lora is not None and find_spec("peft") is None:
-        yield RecipeError(
-            f"{loaded.where('finetune', 'lora')}: lora needs PEFT, which is not installed; pip install peft, "
-            "or remove lora to train the weights themselves"
-        )
-    if settings.gradient_checkpointing and not skeleton.supports_gradient_checkpointing:
-        yield UnsupportedModelError(
-            f"{loaded.where('finetune')}: {type(skeleton).__name__} does not support gradient checkpointing; set "
-            "finetune.gradient_checkpointing: false, which takes more memory"
-        )
-    positions = getattr(text_config(skeleton), "max_position_embeddings", None)
-    if draw is not None and positions is not None and draw.sequence_length > positions:
-        yield RecipeError(
-            f"{loaded.where('finetune', 'sequence_length')}: sequence_length {draw.sequence_length} is longer than the "
-            f"model's {positions} positions; set it to {positions} or less"
-        )
+    draw, length = settings.draw, 0 if settings.draw is None else settings.draw.sequence_length
+    positions = getattr(text_config(skeleton), "max_position_embeddings", None) or length
+    for wrong, key, kind, why in (
+        (draw is None and loaded.recipe.calibration is None, (), RecipeError,
+         "no text to train on: the recipe has neither calibration nor finetune.dataset; add one, such as "
+         "finetune.dataset: wikitext"),
+        (settings.lora is not None and find_spec("peft") is None, ("lora",), RecipeError,
+         "lora needs PEFT, which is not installed; pip install peft, or remove lora to train the weights themselves"),
+        (settings.gradient_checkpointing and not skeleton.supports_gradient_checkpointing, (), UnsupportedModelError,
+         f"{type(skeleton).__name__} does not support gradient checkpointing; set finetune.gradient_checkpointing: "
+         "false, which takes more memory"),
+        (length > positions, ("sequence_length",), RecipeError,
+         f"sequence_length {length} is longer than the model's {positions} positions; set it to {positions} or less"),
+    ):  # fmt: skip
+        if wrong:
+            yield kind(f"{loaded.where('finetune', *key)}: {why}")
 
 
 def _check_teacher(source: ModelSource, tokens: int, skeleton: Any) -> None:
@@ -277,25 +276,6 @@ def _check_teacher(source: ModelSource, tokens: int, skeleton: Any) -> None:
         wrong = f"a vocabulary of {teacher.vocab_size} tokens and the model one of {own.vocab_size}; expected the same"
     if wrong:
         raise UnsupportedModelError(f"the teacher has {wrong}")
-
-
-def undivided(
-    loaded: LoadedRecipe, settings: ReconstructBlock, text: Calibration, processes: int
-) -> Iterator[RecipeError]:
-    """Yield an error where no batch is left to hold out, or a step is no whole number of each process's batches."""
-    each = f" for each of {processes} processes" if processes > 1 else ""
-    if text.samples // processes <= text.batch_size:
-        yield RecipeError(
-            f"{loaded.where('reconstruct_block')}: no batch is left to hold out: {text.samples} calibration sequences "
-            f"are one batch of {text.batch_size}{each}; expected calibration.samples of "
-            f"{(text.batch_size + 1) * processes} or more, or a smaller calibration.batch_size"
-        )
-    if settings.batch_size % (text.batch_size * processes):
-        yield RecipeError(
-            f"{loaded.where('reconstruct_block', 'batch_size')}: a step of {settings.batch_size} sequences is no whole "
-            f"number of calibration batches of {text.batch_size}{each}; expected a multiple of "
-            f"{text.batch_size * processes}, or a smaller calibration.batch_size"
-        )
 
 
 def _check_adapters(loaded: LoadedRecipe, settings: Finetune, skeleton: Any, planned: Sequence[str]) -> None:

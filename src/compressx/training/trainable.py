@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from compressx.masks.adapters import mask_adapters, merge_adapters
 from compressx.masks.maskset import MaskSet
@@ -51,14 +51,18 @@ def trainable(
         The trained parameters in the model's order, each with the dtype that it has afterwards.
     """
     with ExitStack() as stack:
-        dtypes = stack.enter_context(_in_float32(part))
         kept = masks.by_parameter(model) if lora is None else {}
-        wanted = {model.get_parameter(name) for name in kept}
-        wanted |= (_gains(part) if norms else set()) | (_biases(part, model, masks) if biases else set())
-        stack.enter_context(_only_trained(part, wanted))
-        if lora is None:
-            stack.enter_context(_held(model, kept))
-        else:
+        held = {model.get_parameter(name): keep for name, keep in kept.items()}
+        wanted = {*held} | (_gains(part) if norms else set()) | (_biases(part, model, masks) if biases else set())
+        dtypes = stack.enter_context(_only_trained(part, wanted))
+        # Without a gradient, an optimizer without weight decay does not move a zero. A parametrization would multiply
+        # every weight by its mask in every forward pass: a tenth of a training step.
+        for parameter, keep in held.items():
+            weight = parameter.detach()
+            weight.copy_(zeroed(weight, keep))
+            hook = parameter.register_hook(partial(zeroed, keep=keep))
+            stack.callback(hook.remove)
+        if lora is not None:
             stack.enter_context(_adapters(model, masks, lora, seed))
             for parameter in wanted:  # PEFT freezes everything, and does not restore it
                 parameter.requires_grad_()
@@ -111,44 +115,21 @@ def _adapters(model: Any, masks: MaskSet, lora: Lora, seed: int) -> Iterator[Non
 
 
 @contextmanager
-def _in_float32(part: nn.Module) -> Iterator[dict[nn.Parameter, torch.dtype]]:
-    """Convert parameters to at least float32, and back afterwards; untrained ones are restored bit for bit."""
-    dtypes = {parameter: parameter.dtype for parameter in part.parameters()}
-    for parameter, dtype in dtypes.items():
-        parameter.data = parameter.data.to(torch.promote_types(dtype, torch.float32))
-    try:
-        yield dtypes
-    finally:
-        for parameter, dtype in dtypes.items():
-            parameter.data = parameter.data.to(dtype)
+def _only_trained(part: nn.Module, wanted: set[nn.Parameter]) -> Iterator[Mapping[nn.Parameter, torch.dtype]]:
+    """Convert parameters to at least float32, and require gradients of those that are wanted; yield the dtypes before.
 
-
-@contextmanager
-def _held(model: nn.Module, kept: Mapping[str, Tensor]) -> Iterator[None]:
-    """Keep dropped weights at zero: no gradient reaches them, and an optimizer without weight decay does not move them.
-
-    A parametrization would multiply every weight by its mask in every forward pass: a tenth of a training step.
+    Both are restored, parameters that were not trained bit for bit.
     """
-    with ExitStack() as hooks:
-        for name, keep in kept.items():
-            parameter = model.get_parameter(name)
-            weight = parameter.detach()
-            weight.copy_(zeroed(weight, keep))
-            hook = parameter.register_hook(partial(zeroed, keep=keep))  # type: ignore[no-untyped-call]
-            hooks.callback(hook.remove)
-        yield
-
-
-@contextmanager
-def _only_trained(part: nn.Module, wanted: set[nn.Parameter]) -> Iterator[None]:
-    before = {parameter: parameter.requires_grad for parameter in part.parameters()}
-    for parameter in before:
+    before = {parameter: (parameter.dtype, parameter.requires_grad) for parameter in part.parameters()}
+    for parameter, (dtype, _) in before.items():
+        parameter.data = parameter.data.to(torch.promote_types(dtype, torch.float32))
         parameter.requires_grad_(parameter in wanted)
     try:
-        yield
+        yield {parameter: dtype for parameter, (dtype, _) in before.items()}
     finally:
-        for parameter, required in before.items():
+        for parameter, (dtype, required) in before.items():
             parameter.grad = None
+            parameter.data = parameter.data.to(dtype)
             parameter.requires_grad_(required)
 
 

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from tests.compressx.allocation.test_measure import REST, one_rule
 
 from compressx.allocation.measure import outlier_ratio
-from compressx.allocation.methods import allocate, outlier_weighed
+from compressx.allocation.methods import chosen, measured, outlier_weighed
 from compressx.models.access import InMemory
 from compressx.recipe.sections import OwlAllocation
 from compressx.testing import tiny_model, tiny_tokens
@@ -47,7 +47,8 @@ def test_as_many_windows_are_measured_and_as_many_outliers_counted_as_are_asked_
     def outliers(samples: int, threshold: float) -> list[float]:
         monkeypatch.setattr("compressx.allocation.methods.OUTLIER_THRESHOLD", threshold)
         settings = OwlAllocation(method="owl", target=0.5, samples=samples)
-        return [u.outliers for u in allocate(InMemory(model), planned, settings, tiny_tokens().split(2))[1].units]
+        found = measured(InMemory(model), planned, settings, tiny_tokens().split(2))
+        return [u.outliers for u in chosen(planned, settings, found)[1].units]
 
     few, all_of_them, rarer = outliers(2, 2.0), outliers(8, 2.0), outliers(8, 4.0)
     assert few != all_of_them

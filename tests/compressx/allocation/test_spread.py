@@ -94,14 +94,6 @@ def test_a_dent_in_a_curve_is_bridged_what_does_nothing_goes_first_and_too_many_
     assert cheapest([points(Curve(GRID, GRID), 100)], 99) == [95]
 
 
-def test_what_costs_ten_times_as_much_is_pruned_less() -> None:
-    cheap, dear = (points(Curve(GRID, tuple(c * s**4 for s in GRID)), 10_000) for c in (1.0, 10.0))
-    given_cheap, given_dear = cheapest([cheap, dear], 10_000)
-    # Marginal costs c s^3 meet where the sparsities' ratio is the cube root of ten, within one of the curves' pieces.
-    assert given_cheap / given_dear == pytest.approx(10 ** (1 / 3), rel=0.01)
-    assert given_cheap + given_dear == 10_000
-
-
 # --- curves
 
 
@@ -124,12 +116,6 @@ def test_a_power_of_the_sparsity_is_drawn_through_two_of_its_points_and_a_propor
         assert Curve((0.5,), (0.2,)).error(sparsity) == pytest.approx(0.4 * sparsity)  # all that one of 1:2 can know
 
 
-@pytest.mark.parametrize("of", [2, 4, 8, 16])
-def test_steps_of_a_curve_are_the_sparsities_that_an_n_m_pattern_has(of: int) -> None:
-    counts = [count for count, _ in Curve(GRID, GRID).points(of * 30, (of - 1) * 30, of - 1)]
-    assert counts == [30 * i for i in range(of)]
-
-
 def test_a_curve_has_no_kink_at_a_measured_point() -> None:
     """A kink would draw every unit to the sparsities that happened to be measured."""
     curve = Curve(GRID, (1e-4, 1e-3, 4e-3, 1e-2, 5e-2, 0.2))
@@ -147,13 +133,6 @@ def test_errors_that_fall_are_averaged_with_what_they_fall_from() -> None:
     assert isotonic([1.0, 3.0, 2.0, 4.0]) == [1.0, 2.5, 2.5, 4.0]
     assert isotonic([3.0, 2.0, 1.0, 9.0]) == [2.0, 2.0, 2.0, 9.0]
     assert Curve((0.5, 0.7, 0.9), (1.0, 3.0, 2.0)).error(0.7) == pytest.approx(2.5)
-
-
-@pytest.mark.parametrize("weights", [1, 3, 64, 4096, 10**8])
-def test_points_are_whole_counts_up_to_the_most_that_is_allowed(weights: int) -> None:
-    counts = [count for count, _ in points(Curve(GRID, GRID), weights)]
-    assert counts == sorted(set(counts))
-    assert (counts[0], counts[-1]) == (0, math.floor(MAX_SPARSITY * weights))
 
 
 @pytest.mark.parametrize(

@@ -315,64 +315,33 @@ def prune(block: Block, x: torch.Tensor, pattern, **options):
     statistic = pruner.observe(block, "fc")
     for part in x.split(2):
         statistic.update(part)
-    return answer_of("sensitivity", pruner, block, {"fc": pattern}, {"fc": SharedStatistic(statistic)})["fc"], statistic
+    return answer_of("sensitivity", pruner, block, {"fc": pattern}, {"fc": SharedStatistic(statistic)})["fc"]
 
 
 @pytest.mark.parametrize("power", [0.0, 0.5, 1.0])
 def test_without_steps_what_goes_is_the_cheapest_by_a_slow_float64_reading(power):
     block, x = block_of_one()
-    result, _ = prune(block, x, HALF, rows=power, steps=0, damping=1e-9)
+    result = prune(block, x, HALF, rows=power, steps=0, damping=1e-9)
     weight, rows = block.linears["fc"].weight.double(), block.sensitivities["fc"].double()
     cost = weight**2 * x.double().square().sum(dim=(0, 1)) * (rows.mean() * (rows / rows.mean()) ** power)[:, None]
     assert torch.equal(result.keep, cost > cost.flatten().sort().values[cost.numel() // 2 - 1])
 
 
-def test_the_update_lowers_the_weighted_error_of_the_same_mask():
-    block, x = block_of_one()
-    result, statistic = prune(block, x, HALF, damping=1e-4)
-    weight = block.linears["fc"].weight
-    for rows in (torch.ones(len(weight)), block.sensitivities["fc"]):
-        errors = []
-        for new in (torch.where(result.keep, weight, 0.0), torch.where(result.keep, result.weight, 0.0)):
-            change = new - weight
-            errors.append(float((rows[:, None] * (change @ statistic.matrix) * change).sum()))
-        assert errors[1] < 0.7 * errors[0]
-
-
-def weighted_error(block: Block, matrix: torch.Tensor, result, power: float) -> float:
-    change = torch.where(result.keep, result.weight, 0.0) - block.linears["fc"].weight
-    return float((block.sensitivities["fc"].pow(power)[:, None] * (change @ matrix) * change).sum())
-
-
-@pytest.mark.parametrize("pattern", [HALF, NM(2, 4)], ids=str)
-def test_steps_lower_the_weighted_error(pattern):
-    block, x = block_of_one(rows=24, columns=32)
-    results = {steps: prune(block, x, pattern, steps=steps, damping=1e-3) for steps in (0, 12)}
-    errors = {n: weighted_error(block, statistic.matrix, result, 0.5) for n, (result, statistic) in results.items()}
-    assert errors[12] < 0.95 * errors[0]
-
-
 def test_rows_that_count_more_lose_fewer_weights():
     block, x = block_of_one()
     order = block.sensitivities["fc"].argsort()
-    kept = [prune(block, x, HALF, rows=power)[0].keep.sum(dim=1)[order].double() for power in (0.0, 1.0)]
+    kept = [prune(block, x, HALF, rows=power).keep.sum(dim=1)[order].double() for power in (0.0, 1.0)]
     place = torch.arange(12.0, dtype=torch.double)
     even, weighted = (float(torch.corrcoef(torch.stack([place, x]))[0, 1]) for x in kept)
     assert weighted > 0.8
     assert weighted > even + 0.3
 
 
-def test_a_lower_penalty_takes_more_steps():
-    block, x = block_of_one(rows=24, columns=32)
-    low, high = (prune(block, x, HALF, penalty=p, steps=60)[0].info["steps"] for p in (0.03, 1.0))
-    assert low > high
-
-
 @pytest.mark.parametrize("pattern", [NM(2, 4), Unstructured(0.5, "row")], ids=str)
 def test_within_an_output_sensitivities_do_not_count_and_may_be_zero(pattern):
     block, x = block_of_one()
     silent = replace(block, sensitivities={"fc": block.sensitivities["fc"] * (torch.arange(12) > 5)})
-    (result, _), (expected, _) = (prune(each, x, pattern) for each in (silent, block))
+    result, expected = (prune(each, x, pattern) for each in (silent, block))
     assert torch.equal(result.keep, expected.keep)
 
 

@@ -20,6 +20,13 @@ from compressx.recipe.sources import ModelSource
 from compressx.stages import store as journal
 
 MAGNITUDE: dict[str, Any] = {"targets": ["*"], "pruner": "magnitude", "sparsity": 0.5}
+_PYTHON_DOCS = Path(__file__).parents[3] / "recipes/tasks/python_docs.yaml"
+TASKS = {"lm_eval": {"tasks": [str(_PYTHON_DOCS)], "trust_task_code": True, "limit": 1}}
+MIXED: tuple[dict[str, Any], ...] = (
+    {"targets": ["*.q_proj", "*.k_proj"], "pruner": "attnprune", "sparsity": 0.6},
+    {"targets": ["*.v_proj"], "pruner": "wanda", "sparsity": 0.5, "reconstruct": "sparsegpt"},
+    {"targets": ["*"], "pruner": "sparsegpt", "pattern": "2:4"},
+)
 
 
 def recipe(
@@ -48,9 +55,14 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
+def loaded(folder: str | Path) -> Any:
+    """Load a saved model."""
+    return load_model(find_checkpoint(ModelSource(path=Path(folder))))
+
+
 def weights(folder: str | Path) -> dict[str, torch.Tensor]:
     """Return all tensors of a saved model."""
-    return dict(load_model(find_checkpoint(ModelSource(path=Path(folder)))).state_dict())
+    return dict(loaded(folder).state_dict())
 
 
 def artifacts(folder: str) -> dict[str, bytes]:

@@ -7,17 +7,13 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 from tests.compressx.pipeline.runs import MAGNITUDE, artifacts, recipe, stopped
 
-from compressx import prune
-from compressx.blocks import stage as pruning
 from compressx.masks.maskset import MaskSet
 from compressx.models import arithmetic
 from compressx.pipeline.run import run
 from compressx.runtime.errors import ArtifactError
-from compressx.testing import tiny_model
 
 TRAINED = {"reconstruct_block": {"passes": 1}}
 FAST_IN_16_BITS = {"float32": 10e9, "bfloat16": 40e9, "float16": 1e9}
@@ -90,21 +86,3 @@ def test_an_interrupted_run_goes_on_in_the_dtype_that_it_began_with(model, machi
     assert report()["arithmetic"] == report("whole")["arithmetic"]
     whole, resumed = artifacts("whole"), artifacts("out")
     assert whole["model/model.safetensors"] == resumed["model/model.safetensors"]
-
-
-def test_a_16_bit_model_is_run_and_trained_in_float32_where_that_is_faster(machine, monkeypatch):
-    seen = []
-    machine(SLOW_IN_16_BITS)
-    real = pruning.prune_model
-    monkeypatch.setattr(
-        pruning, "prune_model", lambda access, *rest: seen.append(access.matmul_dtype) or real(access, *rest)
-    )
-    windows = torch.randint(0, 64, (8, 32), generator=torch.Generator().manual_seed(0))
-    rule = {"targets": ["*"], "pruner": "wanda", "sparsity": 0.5}
-    for sections in ({}, TRAINED):
-        pruned = prune(
-            tiny_model("llama", dtype=torch.bfloat16), None, {"prune": [rule], **sections}, calibration=windows
-        )
-        assert {p.dtype for p in pruned.model.parameters()} == {torch.bfloat16}
-        assert pruned.report.arithmetic.dtype == "float32"
-    assert seen == [torch.float32, torch.float32]

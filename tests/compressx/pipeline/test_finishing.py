@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 from compressx.api.record import RunReport
 from compressx.data.windows import read_calibration
 from compressx.masks.maskset import MaskSet
-from compressx.models import streaming
 from compressx.pipeline.run import plan, run
 from compressx.recipe.sections import Calibration
 from compressx.runtime.errors import ArtifactError, CalibrationError, RecipeError, UnsupportedModelError
@@ -57,21 +56,6 @@ def divergence(dense: Path, pruned: str, windows: torch.Tensor) -> float:
 
 
 # --- what a run does
-
-
-def test_survivors_are_trained_and_the_zeros_stay(model):
-    asked = recipe(model, evaluated=False)
-    run({**asked, "finetune": None, "output": "pruned"})
-    report = run(asked)
-    before, after, masks = weights("pruned/model"), weights("out/model"), MaskSet.load("out/masks.safetensors")
-    assert Path("out/masks.safetensors").read_bytes() == Path("pruned/masks.safetensors").read_bytes()
-    for layer in report.layers:
-        weight = after[f"{layer.name}.weight"]
-        assert torch.equal(weight != 0, masks[layer.name].keep)
-        assert layer.sparsity == pytest.approx(float((weight == 0).float().mean()))
-        assert not torch.equal(weight, before[f"{layer.name}.weight"])
-    untouched = set(before) - {f"{name}.weight" for name in masks}
-    assert all(torch.equal(before[name], after[name]) for name in untouched)
 
 
 def test_a_pruned_model_is_pruned_further_and_trained_towards_the_dense_one(model):
@@ -116,14 +100,6 @@ def test_what_cannot_be_trained_or_taught_is_refused_by_a_plan(model, tmp_path, 
     assert plan(recipe(model, **plain)).linears
 
 
-def test_the_log_says_when_training_goes_back_to_better_weights(model, monkeypatch):
-    monkeypatch.setattr("compressx.training.finetune.WARMUP", 0.0)
-    report = run(recipe(model, steps=8, learning_rate=1.0))
-    before, after = (x.loss for x in report.finetune.held_out[:2])
-    said = f"held-out loss {after:.4g}, not below {before:.4g}: back to those weights, at a lower rate"
-    assert said in Path("out/run.log").read_text()
-
-
 def test_checkpoints_of_other_settings_do_not_stay_beside_that_of_the_present_training(model):
     for rate in (1e-3, 2e-3, 3e-3):
         left = stopped_at(recipe(model, learning_rate=rate), "finetune", 2, resume=True)
@@ -153,14 +129,6 @@ def test_text_of_its_own_is_trained_on_and_windows_begin_with_bos_wherever_the_m
     assert {ids.shape[1] for ids in seen} == ({16, 32} if own_text else {32})
     assert all((ids[:, 0] == 1).all() and (ids[:, 1:] != 1).all() for ids in seen)
     assert all(len(ids[:, 1:].unique()) == 3 for ids in seen if ids.shape[1] == 16)
-
-
-def test_a_model_that_is_found_too_large_for_memory_is_refused_before_it_is_pruned(model, monkeypatch):
-    monkeypatch.setattr(streaming, "free_memory", lambda *_: 1000)
-    told: list[str] = []
-    with pytest.raises(RecipeError, match=r"model\.streaming is auto at .*too large for the free memory; set it to"):
-        run(recipe(model), progress=lambda stage, *_: told.append(stage))
-    assert set(told) == {"load", "calibrate"}
 
 
 def test_a_loss_that_is_not_finite_names_the_recipes_section(model):

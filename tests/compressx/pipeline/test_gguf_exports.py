@@ -39,13 +39,8 @@ def dense(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def recipe(model: Path | str, **values: Any) -> dict[str, Any]:
     pruned = {"targets": ["*.mlp.*"], "pruner": "magnitude", "pattern": "neurons", "sparsity": 0.4}
     measured = {"dataset": {"text": "text.txt"}, "sequence_length": 16, "samples": 2}
-    return {
-        "model": str(model),
-        "prune": [pruned],
-        "evaluate": {"token_perplexity": measured},
-        "output": "out",
-        **values,
-    }
+    whole = {"model": str(model), "prune": [pruned], "evaluate": {"token_perplexity": measured}, "output": "out"}
+    return {**whole, **values}
 
 
 def test_the_report_has_the_perplexity_and_the_zeros_of_the_file_itself(dense: Path):
@@ -92,7 +87,7 @@ def test_what_cannot_be_written_is_refused_before_weights_are_read(dense: Path, 
     ):
         with pytest.raises(CompressxError, match=told):
             plan(recipe(folder, export=[{"format": "gguf", "options": export}], **more))
-    with pytest.raises(CompressxError, match=r"unknown key 'type'; .* as in options: \{type: ...\}"):
+    with pytest.raises(CompressxError, match=r"unknown key 'type' in export\[0\]; valid: format, options"):
         plan(recipe(dense, export=[{"format": "gguf", "type": "Q8_0"}]))
     own = {"prune": [{"targets": ["*.mlp.*"], "pruner": "magnitude", "pattern": "neurons"}],
            "allocation": {"method": "divergence", "target": 0.4},
@@ -127,18 +122,6 @@ def test_an_output_folder_that_holds_the_like_file_is_not_replaced(dense: Path):
         plan(recipe(other, export=[{"format": "gguf", "options": {"like": str(like)}}]))
 
 
-def test_fewer_heads_of_an_architecture_that_cannot_have_them_are_refused(dense: Path, tmp_path: Path):
-    folder, model = save_tiny_model(tmp_path / "model", "llama"), tiny_of("starcoder2")
-    Path("text.txt").write_text(tiny_text())
-    model.save_pretrained(folder)
-    write_like(tmp_path / "like.gguf", model, "starcoder2")
-    pruned = {"targets": ["*"], "pruner": "magnitude", "pattern": "kv-groups", "sparsity": 0.5}
-    run(recipe(folder, prune=[pruned], shrink=True, evaluate=None))
-    assert "num_attention_heads is 2 in the model and 4 in" in refused(
-        "export", "out", "--like", "like.gguf", "-o", "x.gguf"
-    )
-
-
 def test_a_streamed_run_writes_the_file_and_says_that_it_was_not_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -158,12 +141,10 @@ def test_a_streamed_run_writes_the_file_and_says_that_it_was_not_measured(
 
 @pytest.mark.parametrize(
     ("pattern", "told"),
-    [
-        ("neurons", "llama, 2 blocks, 64 neurons, 4 key/value groups"),
-        ("kv-groups", "llama, 2 blocks, 96 neurons, 2 key/value groups"),
-        ("blocks", "llama, 1 blocks, 96 neurons, 4 key/value groups"),
-    ],
-)
+    [("neurons", "llama, 2 blocks, 64 neurons, 4 key/value groups"),
+     ("kv-groups", "llama, 2 blocks, 96 neurons, 2 key/value groups"),
+     ("blocks", "llama, 1 blocks, 96 neurons, 4 key/value groups")],
+)  # fmt: skip
 def test_llama_cpp_computes_what_the_smaller_model_of_a_run_does(dense: Path, pattern: str, told: str):
     pruned = {"targets": ["*"], "pruner": "depth" if pattern == "blocks" else "magnitude", "pattern": pattern,
               "sparsity": 0.5 if pattern != "neurons" else 0.4}  # fmt: skip
@@ -177,18 +158,9 @@ def test_llama_cpp_computes_what_the_smaller_model_of_a_run_does(dense: Path, pa
 
 def test_widths_that_an_allocation_gave_each_block_are_written(dense: Path):
     pruned = {"targets": ["*.mlp.*"], "pruner": "magnitude", "pattern": "neurons"}
-    text = {"dataset": {"text": "text.txt"}, "samples": 4, "sequence_length": 16}
-    allocation = {"method": "divergence", "target": 0.5}
-    run(
-        recipe(
-            dense,
-            prune=[pruned],
-            allocation=allocation,
-            calibration=text,
-            evaluate=None,
-            export=["safetensors", "gguf"],
-        )
-    )
+    sections = {"calibration": {"dataset": {"text": "text.txt"}, "samples": 4, "sequence_length": 16},
+                "allocation": {"method": "divergence", "target": 0.5}}  # fmt: skip
+    run(recipe(dense, prune=[pruned], evaluate=None, export=["safetensors", "gguf"], **sections))
     model = AutoModelForCausalLM.from_pretrained("out/model").eval()
     alive = [int((x.mlp.down_proj.weight != 0).any(dim=0).sum()) for x in model.model.layers]
     path = Path("out/exports/gguf/model.gguf")
@@ -285,6 +257,9 @@ CHANGES: dict[str, tuple[Callable[[Any], object], dict[str, Any] | str]] = {
 }
 
 
+READ_BY_LLAMA_CPP = ("nothing", "tokens in rows of padding", "a spare token with another name")
+
+
 def metadata(path: Path) -> dict[str, Any]:
     """Return the tokenizer's metadata in a file by key, without `tokenizer.ggml.`."""
     found = {key: x.contents() for key, x in GGUFReader(path).fields.items() if key.startswith("tokenizer.")}
@@ -315,29 +290,13 @@ def test_a_file_has_the_tokenizer_of_the_model_and_never_that_of_the_like_file(
         return
     told = printed("export", str(folder), "--like", "base.gguf", "--type", "F16", "-o", "x.gguf")
     assert ("the model's own" in told) == bool(expected)
-    run(recipe(folder, export=[export], evaluate=None))
-    base = metadata(Path("base.gguf"))
-    for path in (Path("x.gguf"), Path("out/exports/gguf/model.gguf")):
-        found = metadata(path)
-        for where, value in expected.items():
-            key, _, place = where.partition("[")
-            assert (found[key][int(place[:-1])] if place else found.get(key)) == value, (path, key)
-        differ = {key for key in {*found} | {*base} if found.get(key) != base.get(key)}
-        assert differ <= {key.partition("[")[0] for key in expected}, "and nothing else is another"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["nothing", "tokens in rows of padding", "a spare token with another name"])
-def test_llama_cpp_makes_the_tokens_of_the_model(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    folder, change = tmp_path / "model", CHANGES[name][0]
-    tokenizer = with_tokenizer(folder)
-    if change is renamed:
-        changed_file(folder, change)
-    else:
-        change(tokenizer)
-        tokenizer.save_pretrained(folder)
-    printed("export", str(folder), "--like", "base.gguf", "--type", "F16", "-o", "x.gguf")
-    texts = ["the lazy dog", "<|turn|>the quick <think>fox<|turn|>", "Déjà\n\n  vu 123<|spare|>", "<s>x</s>"]
-    read = load_tokenizer(Checkpoint(str(folder)))
-    assert tokens_of(tmp_path / "x.gguf", texts) == read(texts, add_special_tokens=False)["input_ids"]
+    base, found = metadata(Path("base.gguf")), metadata(Path("x.gguf"))
+    for where, value in expected.items():
+        key, _, place = where.partition("[")
+        assert (found[key][int(place[:-1])] if place else found.get(key)) == value, key
+    differ = {key for key in {*found} | {*base} if found.get(key) != base.get(key)}
+    assert differ <= {key.partition("[")[0] for key in expected}, "and nothing else is another"
+    if name in READ_BY_LLAMA_CPP:
+        texts = ["the lazy dog", "<|turn|>the quick <think>fox<|turn|>", "Déjà\n\n  vu 123<|spare|>", "<s>x</s>"]
+        read = load_tokenizer(Checkpoint(str(folder)))
+        assert tokens_of(Path("x.gguf"), texts) == read(texts, add_special_tokens=False)["input_ids"]

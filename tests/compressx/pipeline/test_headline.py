@@ -9,16 +9,13 @@ from typing import Any
 
 import pytest
 from tests.compressx.mixtures import LAYOUTS, mixture
-from tests.compressx.pipeline.runs import recipe, same, weights
+from tests.compressx.pipeline.runs import loaded, recipe, same, weights
 
 import compressx
 from compressx.masks import MaskSet
 from compressx.models.architecture import architecture_of
-from compressx.models.checkpoint import find_checkpoint
-from compressx.models.loading import load_model
 from compressx.pipeline.run import run
 from compressx.pipeline.stages import sections
-from compressx.recipe.sources import ModelSource
 from compressx.report.markdown import to_markdown
 
 _ALL = {"targets": ["*"], "pruner": "magnitude", "sparsity": 0.5}
@@ -95,4 +92,4 @@ def test_experts_in_every_layout_are_pruned_in_memory_and_streamed_to_the_same_b
     assert {x.sparsity for x in reports[0].layers} == {0.5}
     assert same(weights("out-True/model"), weights("out-False/model"))
     masks = MaskSet.load("out-True/masks.safetensors")
-    assert masks.deviations(load_model(find_checkpoint(ModelSource(path=Path("out-True/model"))))) == {}
+    assert masks.deviations(loaded("out-True/model")) == {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -282,34 +283,33 @@ class AtOnce(ThreadPoolExecutor):
 class Killing:
     """Ends a run before its n-th change to what it records; then nothing is tidied up any more."""
 
-    def __init__(self, patch: pytest.MonkeyPatch, after: int) -> None:
-        self.left, self.before = after, ""
+    def __init__(self, patch: pytest.MonkeyPatch, before: int) -> None:
+        self.before, self.seen = before, list[str]()
         patch.setattr(access, "ThreadPoolExecutor", AtOnce)
         replace, unlink = Path.replace, Path.unlink
         patch.setattr(Path, "replace", lambda path, to: self.change(to) or replace(path, to))
         patch.setattr(Path, "unlink", lambda path, **how: self.remove(path) and unlink(path, **how))
 
-    def change(self, path: Path) -> None:
+    def change(self, path: Path, kind: str = "") -> None:
         if path.parent.name == "blocks" or path.name == "state.json":
-            self.left -= 1
-            if self.left < 0:
-                self.before = self.before or path.name
+            if len(self.seen) >= self.before:
                 raise Killed(path.name)
+            self.seen.append(kind + re.sub(r"\d+", "", path.name))
 
     def remove(self, path: Path) -> bool:
         if path.name.startswith("states-") and path.exists():
-            self.change(path)
-        return not (self.left < 0 and path.name.endswith(".partial"))
+            self.change(path, "without ")
+        return not (len(self.seen) >= self.before and path.name.endswith(".partial"))
 
 
-def killed(asked: dict[str, Any], share: float, after: int) -> str:
-    """Kill a run before one of its changes; returns the name of that file, or nothing if the run came to its end."""
+def killed(asked: dict[str, Any], share: float, before: int) -> list[str]:
+    """Kill a run before one of its changes; returns what it has changed until then, by the kind of file."""
     with pytest.MonkeyPatch.context() as patch:
-        killing = Killing(patch, after)
+        killing = Killing(patch, before)
         patch.setattr(journal, "SHARE", share)
         with suppress(Killed):
             run(asked, restart=True)
-    return killing.before
+    return killing.seen
 
 
 def listed_is_whole(left: Path) -> None:
@@ -321,29 +321,25 @@ def listed_is_whole(left: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("share", "points"),
-    [(0.0, range(14, 15)),  # between two records
-     *(pytest.param(share, range(100), marks=pytest.mark.slow) for share in (0.0, float("inf")))],
-)  # fmt: skip
-def test_killed_at_any_change_of_its_files_a_run_goes_on_to_the_same_end(model, share, points):
+    ("share", "every"),  # states are written when a run begins and ends, or after every block
+    [(0.0, False), *(pytest.param(share, True, marks=pytest.mark.slow) for share in (0.0, float("inf")))],
+)
+def test_killed_at_a_change_of_each_kind_of_its_files_a_run_goes_on_to_the_same_end(model, share, every):
     asked = recipe(model)
-    run({**asked, "output": "whole"})
-    expected, before = artifacts("whole"), []
-    for point in points:
-        before.append(killed(asked, share, point))
-        if not before[-1]:
-            break
+    changes = killed({**asked, "output": "whole"}, share, 10**6)
+    last = {kind: number for number, kind in enumerate(changes)}
+    assert last.keys() == {"state.json", "states-..safetensors", "without states-..safetensors"} | {
+        f"model.layers..{of}" for of in ("json", "safetensors", "masks.safetensors", "matrices.safetensors")
+    }
+    expected = artifacts("whole")
+    for kind in last if every else ("model.layers..safetensors",):
+        point = last[kind] if share else changes.index(kind)
+        assert len(killed(asked, share, point)) == point
         for left in leftovers():
             listed_is_whole(left)
         run(asked, resume=True)
-        assert artifacts("out") == expected, f"killed before {before[-1]}"
+        assert artifacts("out") == expected, f"killed before {kind}"
         assert not leftovers()
-    if len(points) == 1:
-        assert before == ["model.layers.2.safetensors"]
-    else:
-        assert before[-1] == ""
-        assert before.count("state.json") == (2 if share == 0.0 else 3)
-        assert before.count("states-1.0.safetensors") == 2  # written, and deleted
 
 
 # --- what stands in a record is data

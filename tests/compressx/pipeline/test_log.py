@@ -76,16 +76,6 @@ def test_a_log_that_cannot_be_written_is_left_out_with_one_warning(tmp_path, cap
     assert capsys.readouterr().err == ""
 
 
-def test_the_logger_gets_the_lines_only_where_its_level_lets_them_pass(model, caplog):
-    run(recipe(model))
-    assert not caplog.records
-    with caplog.at_level(logging.DEBUG, "compressx"):
-        run(recipe(model))
-    said = [record.getMessage() for record in caplog.records]
-    assert len([x for x in said if x.startswith("model.layers.") and "  wanda  50% row  sparsity 0.5000  " in x]) == 21
-    assert any("wanda  50% row" in x for x in lines("out/run.log"))
-
-
 def test_warnings_of_libraries_and_of_parts_of_compressx_are_in_the_log(model):
     class Warner:
         @hookimpl

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import re
 import shutil
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from pydantic import BaseModel
 from safetensors.torch import save_file
-from tests.compressx.depths import THIRD
-from tests.compressx.pipeline.runs import MAGNITUDE, files, recipe, same, stopped, weights
+from tests.compressx.pipeline.runs import MAGNITUDE, MIXED, TASKS, files, recipe, same, stopped, weights
 
 import compressx
 from compressx.allocation.units import Curve
@@ -38,38 +34,7 @@ def plugins() -> Plugins:
     return load_plugins()
 
 
-ATTNPRUNE = {"targets": ["*.q_proj", "*.k_proj"], "pruner": "attnprune", "sparsity": 0.6}
-MIXED = (ATTNPRUNE, {"targets": ["*.v_proj"], "pruner": "wanda", "sparsity": 0.5, "reconstruct": "sparsegpt"},
-         {"targets": ["*"], "pruner": "sparsegpt", "pattern": "2:4"})  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def mixed(models: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Prune a Llama once by several rules; returns the output, which tests only read."""
-    output = tmp_path_factory.mktemp("mixed") / "out"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("compressx.report.figures.draw", lambda *_: ())
-        run(recipe(models("llama"), *MIXED, evaluated=True, output=str(output)))
-    return output
-
-
 # --- what a run does
-
-
-class NoOptions(BaseModel):
-    pass
-
-
-class Reacting:
-    """Taylor expansion: what the loss says of each weight's change alone, with no statistic of the inputs."""
-
-    def observe(self, block: Any, name: str) -> None:
-        return None
-
-    def prune(self, block: Any, patterns: Any, stats: Any) -> Any:
-        of = block.sensitivities
-        scores = {n: block.linears[n].weight.float().square() * of[n][:, None] for n in patterns}
-        return {n: compressx.PruneResult(keep) for n, keep in compressx.keep_masks(scores, patterns).items()}
 
 
 def offering(plugins: Plugins, spec: compressx.PrunerSpec) -> Plugins:
@@ -77,12 +42,11 @@ def offering(plugins: Plugins, spec: compressx.PrunerSpec) -> Plugins:
     return dataclasses.replace(plugins, offers={**plugins.offers, "pruners": pruners})
 
 
-def test_a_pruner_that_reads_sensitivities_alone_is_given_text(model, plugins):
-    spec = compressx.PrunerSpec("reacting", "by the loss", NoOptions, lambda _: Reacting(), reads_sensitivities=True)
+def test_a_pruner_that_reads_sensitivities_alone_needs_text(model, plugins):
+    spec = dataclasses.replace(plugins.offers["pruners"]["magnitude"], name="reacting", reads_sensitivities=True)
     asked = recipe(model, {"targets": ["*"], "pruner": "reacting", "pattern": "2:4"})
-    assert run(asked, plugins=offering(plugins, spec)).sparsity == 0.5
+    assert plan(asked, plugins=offering(plugins, spec)).needs_calibration
     del asked["calibration"]
-    asked["output"] = "other"
     with pytest.raises(RecipeError, match="the recipe has no calibration, but its pruners need one"):
         plan(asked, plugins=offering(plugins, spec))
 
@@ -131,45 +95,28 @@ def allocated(model: Path, target: float = 0.5, **settings: Any) -> dict[str, An
     return whole | {"allocation": {"method": "attention-aware", "target": target, **settings}}
 
 
-def counted(masks: MaskSet) -> tuple[int, dict[str, int]]:
-    """Return how many weights there are, and each linear's zeros."""
-    return sum(entry.keep.numel() for entry in masks.values()), {
-        name: int((~entry.keep).sum()) for name, entry in masks.items()
-    }
-
-
 @pytest.mark.slow
 def test_allocation_reaches_its_target_to_the_weight_and_says_how(model):
     """On the way it tells of every block that is measured, and what it chose is in the plan and the reports."""
     target, told = 0.537, []
     report = run(allocated(model, target), progress=lambda *step: told.append(step))
-    weights, zeros = counted(MaskSet.load("out/masks.safetensors"))
-    assert sum(zeros.values()) == round(target * weights)
-    assert (report.allocation.zeros, report.allocation.weights) == (round(target * weights), weights)
+    masks = MaskSet.load("out/masks.safetensors")
+    zeros = {name: int((~entry.keep).sum()) for name, entry in masks.items()}
+    total = round(target * sum(entry.keep.numel() for entry in masks.values()))
+    assert sum(zeros.values()) == report.allocation.zeros == total
     assert [len(u.linears) for u in report.allocation.units] == [2, 5] * 3
     for unit in report.allocation.units:
         assert sum(zeros[name] for name in unit.linears) == round(unit.sparsity * unit.weights)
         assert unit.divergence == pytest.approx(Curve(unit.sparsities, unit.divergences).error(unit.sparsity))
-    below = [round(u.sparsity, 3) for u in report.allocation.units if u.sparsity < max(u.sparsities)]
-    assert len(set(below)) == len(below) >= 4, "each unit has its own, but for those at the largest that was measured"
-
     assert list(dict.fromkeys(stage for stage, *_ in told)) == ["load", "calibrate", "allocate", "prune", "save"]
     begun, first, gradients, *blocks = (step for stage, *step in told if stage == "allocate")
     assert (begun, first, gradients) == ([0, 1, ""], [0, 3, ""], [0, 3, "gradients at 0 of 2 sequences"])
     assert blocks == [[i, 3, ""] for i in range(1, 4)]
-    assert report.seconds["allocate"] > 0
-
     planned = json.loads(Path("out/plan.json").read_text())
-    given = {x["name"]: x["sparsity"] for x in planned["linears"]}
     assert "allocation" not in planned
-    assert given == {x.name: x.target for x in report.layers}
-    written = json.loads(Path("out/report.json").read_text())["allocation"]["units"][0]
-    assert written["linears"] == [f"model.layers.0.self_attn.{n}_proj" for n in "qk"]
-    assert given[written["linears"][0]] == written["sparsity"]
-    assert all(written[key] == sorted(written[key]) for key in ("sparsities", "divergences"))
-    text = Path("out/report.md").read_text()
-    row = f"| model.layers.0 | q_proj, k_proj | attnprune | {written['sparsity']:.2%} | {written['divergence']:.3g} |"
-    assert row in text
+    assert {x["name"]: x["sparsity"] for x in planned["linears"]} == {x.name: x.target for x in report.layers}
+    text, one = Path("out/report.md").read_text(), report.allocation.units[0]
+    assert f"| model.layers.0 | q_proj, k_proj | attnprune | {one.sparsity:.2%} | {one.divergence:.3g} |" in text
     assert "| q_proj | attnprune | allocated joint | 3 |" in text
 
 
@@ -181,50 +128,6 @@ def test_allocation_measures_on_the_dense_model_and_leaves_it_dense(model):
     again = run(recipe(model, *rules, output="again"))
     assert Path("out/masks.safetensors").read_bytes() == Path("again/masks.safetensors").read_bytes()
     assert again.allocation is None
-
-
-METHODS: dict[str, dict[str, Any]] = {
-    "owl": {"samples": 4},
-    "divergence": {"sparsities": [0.3, 0.7], "samples": 4},
-    "attention-aware": {"sparsities": [0.3, 0.7], "samples": 4},
-}
-QUERY_KEY = {"targets": ["*.q_proj", "*.k_proj"], "pruner": "attnprune"}
-PRUNERS: dict[str, tuple[dict[str, Any], ...]] = {
-    "magnitude": ({"targets": ["*"], "pruner": "magnitude"},),
-    "wanda by row": ({"targets": ["*"], "pruner": "wanda"},),
-    "wanda+sparsegpt": ({"targets": ["*"], "pruner": "wanda", "group": "layer", "reconstruct": "sparsegpt"},),
-    "attnprune": (QUERY_KEY, {"targets": ["*"], "pruner": "sparsegpt"}),
-    "N:M and not": ({**QUERY_KEY, "pattern": "2:4"}, {"targets": ["*.mlp.*"], "pruner": "sparsegpt", "pattern": "4:8"},
-                    {"targets": ["*"], "pruner": "magnitude"}),
-    "sparsegpt N:M": ({"targets": ["*"], "pruner": "sparsegpt", "pattern": "4:8"},),
-    "wanda N:M": ({"targets": ["*"], "pruner": "wanda", "pattern": "2:4"},),
-}  # fmt: skip
-SLACK = {"wanda by row": 16, "wanda N:M": 32 * 64 // 8, "sparsegpt N:M": 32 * 64 // 16}
-"""Zeros by which a total may miss its target: half of the finest step. All else is exact."""
-
-
-def by_method(source: Path, method: str, pruner: str, **settings: Any) -> dict[str, Any]:
-    settings = {"method": method, "target": 0.5371, **METHODS[method], **settings}
-    return recipe(source, *PRUNERS[pruner]) | {"allocation": settings}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("method", "pruner"), list(zip(itertools.cycle(METHODS), PRUNERS)))
-def test_every_method_and_every_pruner_reaches_its_total(model, method, pruner):
-    report = run(by_method(model, method, pruner))
-    masks = MaskSet.load("out/masks.safetensors")
-    total, zeros = counted(masks)
-    assert abs(sum(zeros.values()) - round(0.5371 * total)) <= SLACK.get(pruner, 0)
-    assert (report.allocation.method, report.allocation.zeros) == (method, sum(zeros.values()))
-    for unit in report.allocation.units:
-        assert sum(zeros[name] for name in unit.linears) == round(unit.sparsity * unit.weights)
-    for name, entry in masks.items():
-        if ":" in entry.pattern:
-            keep, of = map(int, entry.pattern.split(":"))
-            assert (entry.keep.view(-1, of).sum(dim=1) == keep).all(), name
-            assert of == (8 if ("mlp" in name and pruner != "wanda N:M") or pruner == "sparsegpt N:M" else 4)
-    assert any(":" in entry.pattern for entry in masks.values()) == ("N:M" in pruner)
-    assert len({round(u.sparsity, 2) for u in report.allocation.units}) > 1
 
 
 # --- evaluation, progress and hooks
@@ -305,14 +208,15 @@ def test_progress_and_hooks_hear_of_every_block_and_of_the_end(model, plugins, m
 
 
 @pytest.mark.slow
-def test_the_written_recipe_and_plan_repeat_the_run_to_the_bit(mixed):
-    planned = json.loads((mixed / "plan.json").read_text())
-    again = plan(mixed / "recipe.yaml").to_dict()
+def test_the_written_recipe_and_plan_repeat_the_run_to_the_bit(model):
+    run(recipe(model, *MIXED))
+    planned = json.loads(Path("out/plan.json").read_text())
+    again = plan("out/recipe.yaml").to_dict()
     assert [x["name"] for x in planned["linears"]] == [x["name"] for x in again["linears"]]
-    report = run(mixed / "recipe.yaml", overrides=["output=again"])
+    report = run("out/recipe.yaml", overrides=["output=again"])
     assert {x["name"] for x in planned["linears"]} == {x.name for x in report.layers}
-    assert Path("again/masks.safetensors").read_bytes() == (mixed / "masks.safetensors").read_bytes()
-    assert same(weights(mixed / "model"), weights("again/model"))
+    assert Path("again/masks.safetensors").read_bytes() == Path("out/masks.safetensors").read_bytes()
+    assert same(weights("out/model"), weights("again/model"))
 
 
 # --- figures
@@ -400,22 +304,10 @@ def test_a_model_that_is_not_there_hides_no_other_mistake_and_makes_none(project
     assert pruner.startswith("<dict>:prune[0].pruner: no pruner 'wnda'")
 
 
-def test_an_interrupted_run_is_refused_before_the_model_is_looked_for_and_may_be_removed_meanwhile(
-    model, project, monkeypatch
-):
-    left = stopped(recipe(model), after=1)
+def test_an_interrupted_run_is_refused_before_the_model_is_looked_for(model, project):
+    stopped(recipe(model), after=1)
     with pytest.raises(ArtifactError, match=r"^<dict>:output: an earlier run .* continue with --resume"):
         run(recipe(project / "nowhere"))
-    whole = Path.rglob
-
-    def removed_under_way(folder: Path, pattern: str) -> Iterator[Path]:
-        for file in whole(folder, pattern):
-            yield file
-            shutil.rmtree(folder, ignore_errors=True)
-
-    monkeypatch.setattr(Path, "rglob", removed_under_way)
-    plan(recipe(model))
-    assert not left.exists(), "its files are not counted as free"
 
 
 def test_a_plan_loads_neither_weights_nor_text(model, project):
@@ -496,10 +388,6 @@ def test_notes_beside_a_finished_run_are_not_deleted_by_another_of_the_same_reci
     assert not Path("out/notes.md").exists()
 
 
-_PYTHON_DOCS = Path(__file__).parents[3] / "recipes/tasks/python_docs.yaml"
-TASKS = {"lm_eval": {"tasks": [str(_PYTHON_DOCS)], "trust_task_code": True, "limit": 1}}
-
-
 @pytest.mark.parametrize("streaming", [False, True])
 def test_a_head_of_its_own_is_kept_where_the_config_ties_it(streaming, models, project):
     """transformers loads both and warns; lm-evaluation-harness ties again."""
@@ -516,58 +404,7 @@ def test_a_head_of_its_own_is_kept_where_the_config_ties_it(streaming, models, p
     assert json.loads(Path("out/model/config.json").read_text())["tie_word_embeddings"] is False
 
 
-# --- streaming
-
-
-NEURONS = {"targets": ["*"], "pruner": "wanda", "pattern": "neurons", "sparsity": 0.25}
-HEADS = {"targets": ["*"], "pruner": "wanda", "pattern": "kv-groups", "sparsity": 0.5}
-EXPERTS = {"targets": ["*"], "pruner": "reap", "pattern": "experts", "sparsity": 0.5}
-ALLOCATED = {"targets": ["*"], "pruner": "wanda", "group": "layer"}
-STREAMED: dict[str, tuple[str, tuple[dict[str, Any], ...], dict[str, Any]]] = {
-    "mixed": ("llama", MIXED, {}),
-    "one block": ("llama-tied", ({"targets": ["*.1.*"], "pruner": "sparsegpt", "sparsity": 0.5},), {}),
-    "2:4": ("gpt2", ({"targets": ["*"], "pruner": "wanda", "pattern": "2:4"},), {}),
-    "head": ("mixtral", ({"targets": ["lm_head"], "pruner": "sparsegpt", "sparsity": 0.5},), {}),
-    "allocation": ("llama", (ALLOCATED,), {"allocation": {"method": "attention-aware", "target": 0.5}}),
-    "harness": ("llama", (), {"evaluate": TASKS}),
-    "a block dropped": ("llama", (THIRD, {"targets": ["*.up_proj"], "pruner": "wanda", "sparsity": 0.5}), {}),
-    "units shrunk": ("llama", (NEURONS, HEADS), {"shrink": True}),
-    "blocks shrunk": ("llama", (THIRD, NEURONS), {"shrink": True}),
-    "experts shrunk": ("mixtral", (EXPERTS,), {"shrink": True}),
-}
-QUICK = ("allocation", "a block dropped", "units shrunk", "blocks shrunk", "experts shrunk")
-
-
-@pytest.mark.parametrize("about", [pytest.param(x, marks=[pytest.mark.slow] * (x not in QUICK)) for x in STREAMED])
-def test_a_streamed_model_gives_the_bits_of_one_in_memory(about, models):
-    architecture, rules, sections = STREAMED[about]
-    source = models(architecture)
-    shutil.copy(source.with_name("text.txt"), "text.txt")
-    asked = recipe(source, *rules, evaluated=True, **sections)
-    whole, streamed = (
-        run(asked | {"model": {"path": str(source), "streaming": s}, "output": f"out-{s}"}) for s in (False, True)
-    )
-    assert Path("out-True/masks.safetensors").read_bytes() == Path("out-False/masks.safetensors").read_bytes()
-    assert same(weights("out-True/model"), weights("out-False/model"))
-    assert streamed.allocation == whole.allocation
-    for stage, figures in whole.evaluation.items():
-        found, expected = (
-            x["python_docs"]["acc"] if about == "harness" else x["token_perplexity"]
-            for x in (streamed.evaluation[stage], figures)
-        )
-        assert found == (pytest.approx(expected) if sections else expected)
-    one, other = (json.loads(Path(f"out-{s}/plan.json").read_text()) for s in (True, False))
-    assert one["linears"] == other["linears"]
-    assert one.get("blocks") == other.get("blocks")
-    for name in ("config.json", "generation_config.json", "../units.json"):
-        one, other = (Path(f"out-{s}/model/{name}") for s in (True, False))
-        assert one.exists() == other.exists() == (sections == {"shrink": True} or name != "../units.json")
-        assert not one.exists() or json.loads(one.read_text()) == json.loads(other.read_text())
-    assert all((Path("out-True/model") / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
-    assert not [*Path("out-True").glob("blocks*")]
-    if "shrink" not in sections:
-        shards = [f"model-{i:05d}-of-00004.safetensors" for i in range(1, 5)]
-        assert sorted(p.name for p in Path("out-True/model").glob("*.safetensors")) == shards
+# --- memory
 
 
 @pytest.fixture

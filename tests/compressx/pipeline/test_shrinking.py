@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -124,34 +122,6 @@ def test_the_smaller_model_computes_what_the_one_with_zeros_does_and_its_files_s
     assert (inspected.masks, inspected.sparsity) == (None, 0)
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("halved")
-def test_a_process_without_compressx_generates_what_the_masked_model_does():
-    script = """
-import sys
-sys.modules["compressx"] = None  # importing it fails
-from transformers import AutoModelForCausalLM, AutoTokenizer
-model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
-ids = AutoTokenizer.from_pretrained(sys.argv[1])("w1 w2 w3 w4 w5", return_tensors="pt").input_ids
-print(model.generate(ids, max_new_tokens=12, min_new_tokens=12, do_sample=False)[0].tolist())
-"""
-    told = [
-        subprocess.run([sys.executable, "-c", script, folder], capture_output=True, text=True, check=True).stdout
-        for folder in ("masked/model", "out/model")
-    ]
-    assert told[0] == told[1]
-    assert len(json.loads(told[0])) == 17
-
-
-@pytest.mark.slow
-def test_fine_tuned_weights_are_what_is_left(model, made):
-    tuning = {"finetune": {"steps": 3}}
-    run(recipe(model, NEURONS, HEADS, output="masked", **tuning))
-    run(recipe(model, NEURONS, HEADS, **tuning, **SHRINK))
-    close("out/model", "masked/model")
-    assert not torch.allclose(logits("out/model"), logits(made / "out/model"), atol=1e-3)
-
-
 def test_what_a_killed_process_left_of_a_streamed_smaller_models_blocks_is_not_in_the_output(model, monkeypatch):
     @contextmanager
     def kept(prefix: str, dir: Path | None = None) -> Iterator[str]:  # noqa: A002 - as tempfile's
@@ -196,23 +166,6 @@ def test_a_dropped_block_and_what_else_goes(model):
     run(recipe(model, THIRD, output="third", **SHRINK))
     with pytest.raises(ArtifactError, match=r"there is a mask for 'model\.layers\.2\..*num_hidden_layers 2 of 3"):
         apply_masks(Path("third/masks.safetensors"), source_of("third"), Path("applied"))
-
-
-def test_the_smaller_model_has_the_weights_that_were_solved_beside_the_block_that_goes(model):
-    rule = {**THIRD, "targets": [{"layers": "1-2"}], "sparsity": 0.5}
-    report = run(recipe(model, rule, output="solved", **SHRINK))
-    run(recipe(model, {**rule, "options": {"solve": False}}, output="plain", **SHRINK))
-    solved, plain = weights("solved/model"), weights("plain/model")
-    changed = {name for name, x in plain.items() if not torch.equal(x, solved[name])}
-    assert [name.split(".", 3)[3] for name in changed] == ["mlp.down_proj.weight"]
-    (layer,) = (x for x in report.layers if "missing" in x.info)
-    assert 0 < layer.info["missing"] < 1
-
-
-def test_a_shrunk_model_can_be_pruned_and_shrunk_again(model):
-    run(recipe(model, NEURONS, **SHRINK, output="first"))
-    report = run(recipe(model, {**NEURONS, "multiple": 1}, **SHRINK) | {"model": {"path": "first/model"}})
-    assert report.shrink["config"] == {"intermediate_size": [64, 48]}
 
 
 def test_a_smaller_model_that_computes_something_else_is_not_written(model, monkeypatch):
@@ -372,19 +325,6 @@ def test_fine_tuning_trains_the_experts_that_are_left(models):
         assert all(not torch.equal(*both) for both in zip(tuned[name], pruned[name], strict=True))
 
 
-def test_a_run_zeroes_the_block_and_its_files_say_which(model):
-    report = run(recipe(model, THIRD, UP))
-    (block,) = gone()
-    masks = MaskSet.load("out/masks.safetensors")
-    left = {name: bool(masks[name].keep.any()) for name in masks}
-    assert [n for n, some in left.items() if not some] == [n for n in left if n.startswith(f"{block}.")]
-    saved = weights("out/model")
-    assert not any(x.any() for n, x in saved.items() if n.startswith(f"{block}.") and "norm" not in n)
-    told = {layer.info.get("importance") for b in report.blocks for layer in b.layers if layer.pruner == "depth"}
-    assert len(told) == 3
-    assert block in Path("out/run.log").read_text()
-
-
 @pytest.mark.slow
 def test_two_processes_drop_the_blocks_that_one_does(model, tmp_path):
     alone_and_together(model, tmp_path, [THIRD])
@@ -433,19 +373,6 @@ def gradients(model: Any) -> dict[str, torch.Tensor]:
     model(tiny_tokens(), use_cache=False).logits.square().mean().backward()
     model.eval()
     return {name: x.grad.clone() for name, x in model.named_parameters() if x.grad is not None}
-
-
-def test_a_model_in_memory_computes_what_it_does_without_the_block():
-    model = tiny_model("llama")
-    rule = {**THIRD, "options": {"solve": False}}
-    pruned = prune(model, None, {"calibration": {}, "prune": [rule]}, calibration=tiny_tokens())
-    (index,) = {int(name.split(".")[2]) for name, entry in pruned.masks.items() if not entry.keep.any()}
-    without = tiny_model("llama")
-    del without.model.layers[index]
-    without.config.num_hidden_layers = 2
-    with torch.no_grad():
-        expected = without(tiny_tokens(), use_cache=False).logits
-        torch.testing.assert_close(pruned.model(tiny_tokens(), use_cache=False).logits, expected, rtol=0, atol=0)
 
 
 def test_a_block_whose_keys_and_values_another_uses_again_is_not_dropped(tmp_path, monkeypatch):

@@ -2,33 +2,24 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from tests.compressx.architectures import KINDS
 from tests.compressx.blocks.test_prune import SPECS, batches, plan_all
-from tests.compressx.processes import in_two, joined
 from tests.compressx.references import mean_error, relative_errors_reference
 
 from compressx.api.patterns import NM, Unstructured
 from compressx.blocks.fisher import FisherDiagonal
 from compressx.blocks.prune import prune_model
-from compressx.data.documents import documents
-from compressx.data.windows import calibration_sequences, evaluation_windows, token_ids
-from compressx.masks.file import MaskEntry
 from compressx.models.access import InMemory
 from compressx.models.architecture import architecture_of
 from compressx.models.arithmetic import matmuls_in
 from compressx.models.blockwise import capture_calls, replay
 from compressx.numerics.output_error import channel_weights
 from compressx.recipe.sections import ReconstructBlock
-from compressx.recipe.sources import DatasetSource
 from compressx.runtime.ranks import Ranks
 from compressx.testing import tiny_model, tiny_tokens
 from compressx.training import reconstruct as module
@@ -215,18 +206,6 @@ def test_the_error_after_training_is_that_of_the_weights_that_are_left(architect
     assert second.before == first.after
 
 
-def test_products_are_in_the_dtype_that_is_asked_for():
-    for model_dtype in (torch.float32, torch.bfloat16):
-        errors = []
-        for products in (torch.float32, torch.bfloat16):
-            model = tiny_model("llama", dtype=model_dtype)
-            with torch.no_grad():
-                first, *_ = prune_model(InMemory(model, products), planned(model), batches(2))
-            errors.append(first.report.reconstruction.before)
-        assert errors[0] != errors[1]
-        assert errors[0] == pytest.approx(errors[1], rel=0.05)
-
-
 def test_only_the_survivors_and_biases_change():
     model, untouched = tiny_model("qwen2"), tiny_model("qwen2")
     settings = ReconstructBlock(passes=1, learning_rate=0.03)
@@ -287,52 +266,3 @@ def test_an_error_while_training_leaves_an_ordinary_model_behind():
         reconstruct(model, fqn, masks, [BlockBatch(states[0], states[0], run)], SETTINGS)
     assert set(model.state_dict()) == set(tiny_model("llama").state_dict())
     assert all(p.grad is None for p in model.parameters())
-
-
-@pytest.mark.slow
-def test_a_block_of_smollm2_comes_nearer_to_the_dense_one_on_text_it_has_not_seen(smollm2_short):
-    source = DatasetSource(name="python-docs")
-    seen, unseen = (documents(source, p)[:40] for p in ("calibration", "evaluation"))
-    text = calibration_sequences(token_ids(seen, smollm2_short.tokenizer), 32, 64, seed=0)
-    other = evaluation_windows(token_ids(unseen, smollm2_short.tokenizer), 8, 64)
-    dense, errors = outputs(smollm2_short.model, other), []
-    for settings in (None, ReconstructBlock(passes=3)):
-        model = copy.deepcopy(smollm2_short.model)
-        plan = replace(plan_all(model, SPECS["wanda"], NM(2, 4), only=".layers.1."), block_training=settings)
-        pruned = list(prune_model(InMemory(model), plan, text.split(4)))
-        assert all(layer.sparsity == 0.5 for block in pruned for layer in block.report.layers)
-        errors.append(mean_error(outputs(model, other), dense))
-    assert errors[1] < 0.8 * errors[0]
-
-
-_SEEN, _HELD_OUT = [[0, 1, 2], [3, 4, 5]], [[6], [7]]  # of each process
-
-
-def _reconstructed(ranks: Ranks) -> dict[str, Any]:
-    model = tiny_model("llama")
-    mine = [0, 1] if ranks.size == 1 else [ranks.rank]
-    order = [window for parts in (_SEEN, _HELD_OUT) for rank in mine for window in parts[rank]]
-    states, calls = capture_calls(model, architecture_of(model).blocks, tiny_tokens(sequences=8).split(1))
-    fqn, block = next(iter(architecture_of(model).blocks.items()))
-    with torch.no_grad():
-        targets = [replay(block, x, call) for x, call in zip(states, calls[fqn], strict=True)]
-    masks = {}
-    for name, linear in block.named_modules(prefix=fqn):
-        if isinstance(linear, torch.nn.Linear):
-            keep = linear.weight.abs() > linear.weight.abs().median()
-            linear.weight.data.mul_(keep)
-            masks[name] = MaskEntry(keep, "50%", "magnitude", "")
-    passages = [BlockBatch(states[i], targets[i], partial(replay, block, call=calls[fqn][i])) for i in order]
-    settings = ReconstructBlock(passes=3, learning_rate=0.03, batch_size=6)
-    with mock.patch.object(module, "HELD_OUT", 0.25):
-        report = reconstruct(model, fqn, masks, passages, settings, ranks)
-    return {"history": list(report.history), **{n: p.detach() for n, p in block.named_parameters()}}
-
-
-@pytest.mark.slow
-def test_two_processes_train_a_block_as_one_does_on_both_their_texts(tmp_path: Path):
-    alone = _reconstructed(Ranks())
-    assert alone["history"][-1] < 0.9 * alone["history"][0]
-    for found in in_two(partial(joined, _reconstructed), tmp_path):
-        for name, value in alone.items():
-            torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5, msg=name)
