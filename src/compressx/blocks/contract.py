@@ -40,10 +40,6 @@ def ask(
 
     Returns:
         One result for each name in `patterns`; new weights have the model's dtype, if they are no differences.
-
-    Raises:
-        PluginError: any exception of the pruner's that is not for users, a parameter that it changed in place, or an
-            answer that `check_answer` refuses.
     """
     parameters = dict(block.module.named_parameters())
     # Counted by torch, without a look at the numbers. Through `.data` they change unseen: `plugins check` compares all.
@@ -59,13 +55,7 @@ def ask(
 
 
 def check_answer(plugin: str, block: Block, patterns: Mapping[str, Pattern], results: Any) -> Mapping[str, PruneResult]:
-    """Return an answer, with new weights in the model's dtype, if it is what a pruner may answer.
-
-    Raises:
-        PluginError: other linears than were asked about, masks or weights of another shape or dtype, another number of
-            zeros, numbers that are not finite, or figures that cannot be drawn. The message names plugin and linear, or
-            the module of units.
-    """
+    """Return an answer, with new weights in the model's dtype, if it is what a pruner may answer."""
     mistake = next(_mistakes_of_form(block, patterns, results), "")
     if not mistake:
         results = {
@@ -241,11 +231,7 @@ def fetched(numbers: Mapping[_Key, Tensor]) -> dict[_Key, int]:
 
 
 def refuse_lost_zeros(block: Block, masks: Mapping[str, MaskEntry]) -> None:
-    """Refuse weights of a block that has run again, or was trained, and that are not zero where its masks drop them.
-
-    Raises:
-        ArtifactError: the message names a linear.
-    """
+    """Refuse weights of a block that has run again, or was trained, and that are not zero where its masks drop them."""
     weights = {name: block.linears[name].weight for name in masks}
     lost = fetched({n: torch.count_nonzero((x != 0) > to_device(masks[n].keep, x.device)) for n, x in weights.items()})
     for name, count in lost.items():
@@ -260,11 +246,7 @@ def answer_of(
     plugin: str, pruner: AnyPruner, block: Block, patterns: Mapping[str, Pattern],
     observed: Mapping[str, SharedStatistic], kept: dict[SharedStatistic, Any] | None = None,
 ) -> Any:  # fmt: skip
-    """Call a pruner's `prune`; what it returns is not looked at. Without `kept` one prepared value is held at a time.
-
-    Raises:
-        PluginError: any exception of the pruner's that is not for users.
-    """
+    """Call a pruner's `prune`, without a look at what it returns. Without `kept` it holds one prepared value."""
     stats = {name: of.statistic for name, of in observed.items()}
     with blamed_on(f"pruner {plugin!r} failed on {block.fqn}"):
         if isinstance(pruner, PreparingPruner):
@@ -288,11 +270,7 @@ class Prepared(Mapping[str, Any]):
         self._made, self._keeps = ({}, False) if kept is None else (kept, True)
 
     def __getitem__(self, name: str) -> Any:
-        """Return a value, computed now unless it is kept.
-
-        Raises:
-            PluginError: any exception of `prepare`'s that is not for users; the message names plugin and linear.
-        """
+        """Return a value, computed now unless it is kept."""
         of = self._observed[name]
         if of not in self._made:
             if not self._keeps:

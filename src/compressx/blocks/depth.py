@@ -58,12 +58,6 @@ def choose_blocks(
     Returns:
         By name, the divergence without each block that can go alone; and the names that were chosen, in their order,
         each with the divergence without it and those before it.
-
-    Raises:
-        PluginError: a pruner that fails, or returns other names or another number of them.
-        UnsupportedModelError: a block that changes the hidden states though all its linears are zero, so that dropping
-            it is not the same as zeros; hidden states that are not finite.
-        ArtifactError: a weight that is not finite.
     """
     name, pruner, count = depth.rule.label, depth.rule.build_depth(), depth.pattern.dropped
     some = torch.split(torch.cat([*batches])[: math.ceil(pruner.windows / ranks.size)], len(batches[0]))
@@ -110,12 +104,7 @@ class Trials:
         self._known = {frozenset[str](): 0.0}
 
     def __call__(self, trials: Sequence[Collection[str]]) -> list[float]:
-        """Return the divergence of each trial.
-
-        Raises:
-            PluginError: a name of no block that may go.
-            UnsupportedModelError: as `choose_blocks`.
-        """
+        """Return the divergence of each trial."""
         asked = [frozenset(trial) for trial in trials]
         if unknown := frozenset[str]().union(*asked).difference(self._blocks):
             raise PluginError(f"a trial without {min(unknown)!r:.80}; expected names of {', '.join(self._blocks)}")
@@ -217,9 +206,6 @@ def refuse_needed(model: Any, dropped: Collection[str]) -> None:
     Args:
         model: a transformers causal language model; its weights are not read.
         dropped: names of the removed blocks.
-
-    Raises:
-        UnsupportedModelError: the first such block.
     """
     config, order = text_config(model), list(find_blocks(model))
     modes = getattr(config, "kv_sharing_modes", ())  # of a kind of layer one stores, and the later ones reuse

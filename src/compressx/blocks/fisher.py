@@ -76,12 +76,6 @@ def fisher_diagonal(
             received a token; without names, `CHANNEL_SEQUENCES`.
         ranks: the processes.
         progress: called with the sequences done and the minimum total.
-
-    Raises:
-        ArtifactError: a weight that is not finite.
-        CalibrationError: a linear that received no token in any process.
-        UnsupportedModelError: a model whose blocks cannot be run one at a time, whose activations or gradients are not
-            finite, or whose loss does not depend on a block.
     """
     device = access.device
     wanted = {n: x for n, x in found.linears.items() if n in names}  # in the model's order, the same in all processes
@@ -123,11 +117,6 @@ def gradients(
 
     Returns:
         By block, for each batch [batch, tokens, width] in the model's dtype on the CPU.
-
-    Raises:
-        ArtifactError: a weight that is not finite, or a full disk.
-        UnsupportedModelError: a model whose blocks cannot be run one at a time, whose activations or gradients are not
-            finite, or a block whose gradients are zero at half of the tokens or more.
     """
     at = {fqn: SquaredGradients({}, access.device) for fqn in found.blocks}
     generator = torch.Generator(access.device).manual_seed(0)
@@ -215,11 +204,7 @@ def groups(access: Access, found: Architecture, batches: Sequence[Tensor]) -> It
 
 
 def _total_share(fqn: str, sums: Tensor, ranks: Ranks) -> Tensor:
-    """Return each channel's share of the squared gradients, summed over all processes.
-
-    Raises:
-        UnsupportedModelError: gradients that are all zero.
-    """
+    """Return each channel's share of the squared gradients, summed over all processes."""
     ranks.all_reduce_(sums)
     if not sums.any():
         raise UnsupportedModelError(
@@ -233,11 +218,7 @@ def _backwards(
     access: Access, found: Architecture, batches: Sequence[Tensor], generator: torch.Generator,
     at: Mapping[str, SquaredGradients],
 ) -> Iterator[tuple[str, list[Tensor]]]:  # fmt: skip
-    """Yield each block from last to first, with the gradient of each batch's loss with respect to its output.
-
-    Raises:
-        UnsupportedModelError: activations or gradients that are not finite.
-    """
+    """Yield each block from last to first, with the gradient of each batch's loss with respect to its output."""
     order = list(found.blocks)
     ids = [batch.to(access.device) for batch in batches]
     entering, calls = capture(access, found, ids)
@@ -347,12 +328,7 @@ class SquaredGradients:
         return backwards.gradient(out, x, gradient)
 
     def means(self, ranks: Ranks = ALONE) -> dict[str, Tensor]:
-        """Return the means over all processes' tokens by linear name, float32 [out_features].
-
-        Raises:
-            CalibrationError: a linear that received no token, so its sensitivity is unknown.
-            UnsupportedModelError: gradients that are not finite.
-        """
+        """Return the means over all processes' tokens by linear name, float32 [out_features]."""
         found = {}
         for name, sums in self.sums.items():
             ranks.all_reduce_(sums)

@@ -58,11 +58,6 @@ def observe(
 
     Returns:
         The names of those linears in `wanted` that a batch reached.
-
-    Raises:
-        CalibrationError: an input that is not finite; the message names the linear.
-        UnsupportedModelError: a linear that shares its input with another on some batches only.
-        PluginError: a statistic that fails or changes its input; the message names its pruner and the linear.
     """
     asked = {name: stats for name, stats in wanted.items() if stats}
     if not asked:
@@ -92,11 +87,7 @@ def is_routed(statistic: Statistic) -> TypeGuard[RoutedStatistic]:
 
 
 def refuse_missed(names: Collection[str], reached: Collection[str]) -> None:
-    """Refuse linears that no token reached: their statistics are empty.
-
-    Raises:
-        CalibrationError: the first of `names` that is not among `reached`.
-    """
+    """Refuse linears that no token reached: their statistics are empty."""
     if missed := sorted({*names} - {*reached}):
         others = f" and {len(missed) - 1} more" if len(missed) > 1 else ""
         end, advice = missed[0].rpartition(".")[2], "an expert may need more calibration samples"
@@ -116,9 +107,6 @@ def unchanged(pruner: str, where: str, *given: Tensor) -> Iterator[None]:
         pruner: the name of the plugin that asked for the statistic.
         where: the name of the linear.
         given: its arguments, which the model and other statistics use after it.
-
-    Raises:
-        PluginError: one of them is changed in place.
     """
     before = [x._version for x in given]  # counted by torch, also for views, without a wait for the device
     yield
@@ -197,12 +185,8 @@ class _StatisticFeed:
         return True
 
     def finish_batch(self) -> None:
-        """Release the inputs of the batch that has run, and decide whether the next one may end early.
-
-        Raises:
-            CalibrationError: an input that is not finite. All are checked together, since the host waits for each
-                check, and also after the block has failed, since this may be why.
-        """
+        """Release the inputs of the batch that has run, and decide whether the next one may end early."""
+        # All together, since the host waits for each check, and also after the block has failed: this may be why.
         damaged = first_damaged([x for _, x, _ in self.batch])
         if damaged is not None:
             name = self.batch[damaged][0]

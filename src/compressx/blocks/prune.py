@@ -86,10 +86,6 @@ def prune_model(
     Yields:
         The result for each block that the plan changes, while the block's weights are still loaded, and finally one for
         the linears outside the blocks if the plan has any.
-
-    Raises:
-        PluginError: a pruner that returns an invalid result; the message names the pruner and the layer.
-        UnsupportedModelError: a model whose blocks cannot be run one at a time, or whose activations are not finite.
     """
     found = architecture_of(access.model)
     batches = [ids.to(access.device) for ids in batches] if plan.needs_calibration else []

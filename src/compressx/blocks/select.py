@@ -68,10 +68,6 @@ def gather(
 
     Returns:
         By linear name, then by the role that asked.
-
-    Raises:
-        ArtifactError: a weight that is not finite; the message names it.
-        CalibrationError: an input that is not finite, or a linear that no batch reached.
     """
     refuse_damage(block.module, block.fqn)
     wanted: Stats = {}
@@ -164,9 +160,6 @@ def decide_all(
 
     Yields:
         Each linear's name and what was decided for it.
-
-    Raises:
-        PluginError: as `decide`.
     """
     tasks = [(rule, names) for rule, patterns in by_rule.items() for names in _split(rule, patterns, stats)]
     tasks.sort(key=lambda task: task[0].separable)
@@ -212,11 +205,7 @@ def decide(
     rule: PlannedRule, built: tuple[AnyPruner, ...], block: Block, patterns: Mapping[str, RulePattern],
     stats: Stats, kept: PreparedValues | None = None,
 ) -> Mapping[str, PruneResult]:  # fmt: skip
-    """Ask a rule's selector, then its reconstructor if it has one, and check each answer.
-
-    Raises:
-        PluginError: an answer that breaks the contract of `compressx.Pruner`; the message names plugin and linear.
-    """
+    """Ask a rule's selector, then its reconstructor if it has one, and check each answer."""
     results: Mapping[str, PruneResult] = {}
     asked: Mapping[str, Pattern] = patterns
     for role, (spec, _), pruner in zip(_ROLES, rule.pruners, built, strict=False):

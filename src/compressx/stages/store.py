@@ -133,9 +133,6 @@ class Journal(Store):
         fingerprint: everything that determines the result, by name; a run resumes only if it is unchanged.
         ranks: the processes; the first writes the record, and each its own hidden states.
         timing: the run's; the seconds of the interrupted run are added to it.
-
-    Raises:
-        ArtifactError: a damaged record, or one with another fingerprint; the message names the differences.
     """
 
     def __init__(
@@ -174,9 +171,6 @@ class Journal(Store):
         """Add blocks within a `with`; at its end all of them are on disk, and finished ones are listed.
 
         The same holds if an error or Ctrl-C ends it, but then no process waits for the others.
-
-        Raises:
-            ArtifactError: a file cannot be written.
         """
         try:
             yield
@@ -198,9 +192,6 @@ class Journal(Store):
         They are written after the first block, and again when writing them takes at most `SHARE` of the time since.
         All processes do so after the same blocks. The weights are written in the background, and the block is listed
         when they are on disk.
-
-        Raises:
-            ArtifactError: a file of this block or the one before cannot be written; it then does not count as finished.
         """
         self._delete_outdated(access)
         fqn = report.fqn
@@ -235,11 +226,7 @@ class Journal(Store):
         self._outdated = False
 
     def restore(self, access: Access, keep: KeepStates) -> tuple[list[BlockReport], list[Matrices], HiddenStates]:
-        """Load the weights of all finished blocks into the model; return reports, matrices and the hidden states.
-
-        Raises:
-            ArtifactError: a damaged or missing file.
-        """
+        """Load the weights of all finished blocks into the model; return reports, matrices and the hidden states."""
         reports, matrices = [], []
         for fqn in self.finished:
             if self.ranks.first:  # all processes have finished this block
@@ -384,9 +371,6 @@ def _block_from_dict(data: dict[str, Any], tensors: Mapping[str, Tensor]) -> tup
     Args:
         data: plain data.
         tensors: the pooled images; `i.j` is the j-th of the i-th matrices.
-
-    Raises:
-        ValueError, KeyError, TypeError: other data.
     """
     matrices = []
     for i, one in enumerate(data["matrices"]):
