@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from tests.compressx.cli.commands import printed, refused
 from tests.compressx.pipeline.runs import loaded, recipe, same, weights
+from tests.compressx.processes import in_two
 from tests.compressx.saved import save_tiny
 
 import compressx
@@ -270,3 +272,28 @@ def test_the_commands_take_a_difference_with_its_base_as_masks_and_packed(tuned:
     assert "0 weights are not as it drops them" in printed(
         "inspect", "out/exports/packed", "--masks", "out/masks.safetensors", "--base", str(base)
     )
+
+
+def _run(path: Path) -> str:
+    return run(path).to_json()
+
+
+@pytest.mark.slow
+def test_two_processes_prune_the_same_differences_as_one(tuned: tuple[Path, Path], tmp_path: Path) -> None:
+    rule = {"targets": ["*"], "pruner": "sparsegpt", "sparsity": 0.75}
+    asked = recipe(tuned[1], rule, base={"path": str(tuned[0])}, compute_dtype="float32", output=str(tmp_path / "two"))
+    path = tmp_path / "recipe.yaml"
+    path.write_text(json.dumps(asked))
+    in_two(partial(_run, path), tmp_path)
+    run(asked | {"output": "one"})
+    one, two = (MaskSet.load(Path(x) / "masks.safetensors") for x in ("one", tmp_path / "two"))
+    assert sum(int((one[n].keep != two[n].keep).sum()) for n in one) < 1e-3 * sum(x.keep.numel() for x in one.values())
+    assert two.verify(loaded(tmp_path / "two/model"), base=loaded(tuned[0]))
+
+
+def test_dare_divides_the_kept_differences_by_their_share(tuned: tuple[Path, Path]) -> None:
+    base, model = tuned
+    name = "model.layers.0.mlp.up_proj"
+    run(recipe(model, {"targets": [name], "pruner": "dare", "sparsity": 0.75}, base={"path": str(base)}))
+    before, theirs, found = (linears(weights(x))[name] for x in (model, base, "out"))
+    assert torch.unique(((found - theirs) / (before - theirs)).round(decimals=2)).tolist() == [0, 4]

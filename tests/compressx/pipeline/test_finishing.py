@@ -100,6 +100,14 @@ def test_what_cannot_be_trained_or_taught_is_refused_by_a_plan(model, tmp_path, 
     assert plan(recipe(model, **plain)).linears
 
 
+def test_the_log_says_when_training_goes_back_to_better_weights(model, monkeypatch):
+    monkeypatch.setattr("compressx.training.finetune.WARMUP", 0.0)
+    report = run(recipe(model, steps=8, learning_rate=1.0))
+    before, after = (x.loss for x in report.finetune.held_out[:2])
+    said = f"held-out loss {after:.4g}, not below {before:.4g}: back to those weights, at a lower rate"
+    assert said in Path("out/run.log").read_text()
+
+
 def test_checkpoints_of_other_settings_do_not_stay_beside_that_of_the_present_training(model):
     for rate in (1e-3, 2e-3, 3e-3):
         left = stopped_at(recipe(model, learning_rate=rate), "finetune", 2, resume=True)

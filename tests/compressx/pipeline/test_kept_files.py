@@ -476,6 +476,19 @@ def test_what_cannot_be_saved_or_copied_is_refused_before_pruning(where, error, 
         plan(ASKED)
 
 
+def test_planning_leaves_no_file_and_the_config_as_it_was(project: Path) -> None:
+    from compressx.models.loading import load_skeleton, load_tokenizer
+    from compressx.pipeline.saving import check_saving
+    from compressx.stages.state import RunState
+
+    checkpoint = Checkpoint(str(save_tiny_model(project / "model", "llama", dtype=torch.bfloat16)))
+    found = RunState(None, None, skeleton=load_skeleton(checkpoint), tokenizer=load_tokenizer(checkpoint))
+    before = found.skeleton.config.to_json_string()
+    check_saving(found, checkpoint)
+    assert found.skeleton.config.to_json_string() == before
+    assert [p.name for p in project.iterdir()] == ["model"]
+
+
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
 

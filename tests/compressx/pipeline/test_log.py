@@ -132,3 +132,13 @@ def test_every_second_of_a_run_is_under_the_name_of_a_stage_that_progress_told(m
     assert sum(seconds.values()) == pytest.approx(total)
     assert total == pytest.approx(took, rel=0.1, abs=0.1)
     assert all(spent > 0 for spent in seconds.values())
+
+
+def test_the_logger_gets_the_lines_only_where_its_level_lets_them_pass(model, caplog):
+    run(recipe(model))
+    assert not caplog.records
+    with caplog.at_level(logging.DEBUG, "compressx"):
+        run(recipe(model))
+    said = [record.getMessage() for record in caplog.records]
+    assert len([x for x in said if x.startswith("model.layers.") and "  wanda  50% row  sparsity 0.5000  " in x]) == 21
+    assert any("wanda  50% row" in x for x in lines("out/run.log"))

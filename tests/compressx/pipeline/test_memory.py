@@ -22,7 +22,7 @@ from compressx.masks.maskset import MaskSet
 from compressx.models.checkpoint import find_checkpoint
 from compressx.models.loading import load_model, load_tokenizer
 from compressx.models.shards import save_model
-from compressx.pipeline.run import run
+from compressx.pipeline.run import plan, run
 from compressx.plugins.manager import load_plugins
 from compressx.recipe.sources import DatasetSource, Draw, ModelSource
 from compressx.runtime.errors import ArtifactError, CalibrationError, RecipeError, UnsupportedModelError
@@ -220,6 +220,13 @@ def test_what_is_no_dense_model_on_one_device_or_no_tokenizer_is_told_what_to_pa
             compressx.prune(given, tokenizer, wanda)
 
 
+def test_a_head_is_found_where_the_base_model_has_another_name_than_the_class_says(pair, wanda, monkeypatch):
+    dense, tokenizer = pair
+    monkeypatch.setattr(type(dense), "base_model_prefix", "language_model")  # as of Llama 4
+    assert dense.base_model is dense
+    assert compressx.prune(dense, tokenizer, wanda).report.sparsity == pytest.approx(0.5, abs=1e-3)
+
+
 # --- weights that something else computes, and blocks that are compiled
 
 
@@ -315,3 +322,18 @@ def test_blocks_in_a_wrapper_of_the_compiler_are_refused_by_name_before_anything
     says = rf"wrapped in OptimizedModule \({name}\); pass its `_orig_mod`, or load the model without the wrapper, first"
     with pytest.raises(ArtifactError, match=says):
         compressx.prune(given, tokenizer, wanda)
+
+
+def test_a_run_of_a_model_whose_own_code_computes_its_weights_is_refused_before_they_are_loaded(model, monkeypatch):
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    made = LlamaMLP.__init__
+
+    def normed(self: Any, config: Any) -> None:
+        made(self, config)
+        parametrizations.weight_norm(self.up_proj)
+
+    monkeypatch.setattr(LlamaMLP, "__init__", normed)
+    says = r"cannot be pruned while its weights are parametrized by _WeightNorm \(model.layers.0.mlp.up_proj and 2"
+    with pytest.raises(ArtifactError, match=says):
+        plan(recipe(model))

@@ -162,6 +162,16 @@ def test_an_interruption_says_what_is_kept_and_no_more(stage, step, kept, model)
     assert bool([p for p in leftovers() if (p / "state.json").exists()]) == bool(kept)
 
 
+@pytest.mark.slow
+def test_figures_of_a_resumed_run_are_those_of_one_that_was_not_interrupted(model, drawn):
+    asked = recipe(model, *RULES)
+    run({**asked, "output": "whole"})
+    stopped(asked, 2)
+    run(asked, resume=True)
+    assert artifacts("out") == artifacts("whole")
+    assert len([*Path("out/plots").iterdir()]) > 3
+
+
 def test_a_run_can_be_interrupted_again_and_again_and_its_blocks_are_not_thrown_away_unasked(quick):
     """It keeps the states of its last block; what lies outside the blocks is not pruned again."""
     run({**quick, "output": "whole"}, resume=True)  # there is nothing to resume

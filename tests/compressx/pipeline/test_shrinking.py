@@ -390,3 +390,9 @@ def test_a_block_whose_keys_and_values_another_uses_again_is_not_dropped(tmp_pat
     run(asked | {"prune": [THIRD], "output": searched})
     assert gone(searched) in (["model.layers.0"], ["model.layers.2"]), "what cannot go alone is not tried"
     assert "Infinity" not in Path(searched, "plan.json").read_text()
+
+
+def test_a_shrunk_model_can_be_pruned_and_shrunk_again(model):
+    run(recipe(model, NEURONS, **SHRINK, output="first"))
+    report = run(recipe(model, {**NEURONS, "multiple": 1}, **SHRINK) | {"model": {"path": "first/model"}})
+    assert report.shrink["config"] == {"intermediate_size": [64, 48]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import shutil
 from types import SimpleNamespace
@@ -183,3 +184,26 @@ def test_of_a_model_in_memory_only_what_comes_on_top_has_to_be_free(monkeypatch)
     monkeypatch.setattr(training, "free_memory", lambda _: 0)
     with pytest.raises(RecipeError, match=f"fine-tuning needs at least .*but cpu has {WHOLE / 1e9:.3g} GB"):
         prune(tiny_model("llama"), None, {"prune": [MAGNITUDE], "finetune": {"steps": 1}}, calibration=tiny_tokens())
+
+
+def tensor_bytes() -> int:
+    """Count the bytes of all tensors that Python can reach."""
+    gc.collect()
+    plain = (torch.Tensor, torch.nn.Parameter)  # no subclasses that other tests have left, which hold no memory
+    storages = [x.untyped_storage() for x in gc.get_objects() if type(x) in plain and not x.is_meta]
+    return sum({x.data_ptr(): x.nbytes() for x in storages}.values())
+
+
+@pytest.mark.parametrize("change", [{}, pytest.param({"lora": {"rank": 4}}, marks=pytest.mark.slow)], ids=str)
+def test_the_estimate_is_what_the_tensors_of_a_training_take(model, change):
+    """Between two steps there are no gradients and no logits."""
+    asked = recipe(model, finetune={"steps": 2, **change})
+    expected = {k: v for k, v in parts_of(asked).items() if k not in {"gradients", "logits"}}
+    before, seen = tensor_bytes(), []
+
+    def progress(stage: str, done: int, *_: Any) -> None:
+        if stage == "finetune" and done == 2:
+            seen.append(tensor_bytes() - before)
+
+    run(asked, progress=progress)
+    assert seen[0] == pytest.approx(sum(expected.values()), rel=0.08)

@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
-from tests.compressx.evaluation.measuring import plugins
+from tests.compressx.evaluation.measuring import evaluators, plugins
 from tests.compressx.pipeline.runs import artifacts, recipe, same
+from tests.compressx.processes import in_two
 from tests.compressx.saved import save_tiny
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import compressx
+from compressx.evaluation.saved import evaluate_saved
+from compressx.masks.maskset import MaskSet
 from compressx.models import streaming
 from compressx.pipeline.run import plan, run
 from compressx.pipeline.sweep import check_runs, runs_of
 from compressx.plugins.manager import load_plugins
+from compressx.prompts.answer import answer_saved
+from compressx.recipe.sources import ModelSource
 from compressx.runtime.errors import CalibrationError, CompressxError, RecipeError
 from compressx.testing import tiny_model, tiny_text
 
@@ -148,6 +154,18 @@ class TestTokensBeyondTheEmbedding:
                 compressx.prune(dense, tokenizer, wanda | settings, calibration=text)
         assert same(dict(dense.state_dict()), before)
 
+    def test_generate_and_eval_refuse_them_before_weights_are_loaded(self, beyond, monkeypatch) -> None:
+        monkeypatch.setattr("compressx.prompts.answer.load_model", lambda *_: pytest.fail("weights were loaded"))
+        monkeypatch.setattr("compressx.evaluation.saved.open_model", lambda *_: pytest.fail("weights were loaded"))
+        source = ModelSource(path=beyond)
+        asked = evaluators(token_perplexity={"dataset": {"text": "ended.txt"}, "sequence_length": 64})
+        for ask in (
+            lambda: answer_saved(source, "w1 w2", "", 4, selecting=None),
+            lambda: evaluate_saved(source, asked, plugins()),
+        ):
+            with pytest.raises(CalibrationError, match=r"has the token id 2[12] .* knows 0 to 20"):
+                ask()
+
 
 class TestGenerated:
     GENERATE = {"generate": {"samples": 8, "seed": 3}}  # noqa: RUF012 - not changed
@@ -213,3 +231,28 @@ class TestGenerated:
         (_, second) = runs_of(Path("recipe.yaml"), ["prune.0.sparsity=0.4,0.5"], (), None, plugins())
         with pytest.raises(CalibrationError, match=r"^prune\.0\.sparsity=0\.5: no statistic$"):
             second.run(load_plugins())
+
+    def test_it_is_a_dataset_of_fine_tuning_and_of_a_mixture_too(self, model) -> None:
+        text = {"text": str(model.with_name("text.txt"))}
+        tuned = {"steps": 2, "datasets": [self.GENERATE, text], "samples": 4, "sequence_length": 16}
+        report = run(with_text(model, [self.GENERATE, text]) | {"finetune": tuned})
+        assert report.finetune is not None
+        assert report.finetune.windows == (4, 16)
+        assert len(list(Path("cache/generated").iterdir())) == 2  # of 32 and of 16 tokens
+
+    @pytest.mark.slow
+    def test_the_first_of_two_processes_generates_what_both_prune_with(self, model, tmp_path) -> None:
+        given = with_text(model, self.GENERATE)
+        alone = run(given | {"output": str(tmp_path / "alone")})
+        for kept in Path("cache/generated").iterdir():
+            kept.unlink()
+        in_two(partial(_run, given | {"output": str(tmp_path / "out")}), tmp_path)
+        assert len(list(Path("cache/generated").iterdir())) == 1
+        one, two = (MaskSet.load(tmp_path / folder / "masks.safetensors") for folder in ("alone", "out"))
+        differing = sum(int((one[n].keep != two[n].keep).sum()) for n in one) / sum(one[n].keep.numel() for n in one)
+        assert differing < 1e-4
+        assert alone.sparsity > 0
+
+
+def _run(given: dict[str, Any]) -> str:
+    return run(given).to_json()

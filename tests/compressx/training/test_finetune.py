@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from compressx.api.record import FinetuneReport
 from compressx.masks.maskset import MaskEntry, MaskSet, weight_sha256
 from compressx.models.architecture import architecture_of
 from compressx.recipe.sections import Finetune, Lora
-from compressx.runtime.errors import ArtifactError, CalibrationError
+from compressx.runtime.errors import ArtifactError, CalibrationError, OutOfMemoryError
 from compressx.testing import tiny_model, tiny_tokens
 from compressx.training import finetune as module
 from compressx.training.finetune import backed_off, batch, distillation_loss, finetune, learning_rate, next_token_loss
@@ -164,6 +165,12 @@ def test_rank_and_targets_decide_what_an_adapter_is(monkeypatch: pytest.MonkeyPa
     expected = {n for n in masks if n.endswith("q_proj") or ".0.mlp." in n}
     assert changed == expected
     assert report.trained == sum(2 * sum(masks[name].keep.shape) for name in expected)
+
+
+def test_adapters_of_a_16_bit_model_are_merged_into_16_bits() -> None:
+    narrow, masks, _ = tuned(dtype=torch.bfloat16, lora={"rank": 4})
+    assert {p.dtype for p in narrow.parameters()} == {torch.bfloat16}
+    assert masks.verify(narrow)
 
 
 def test_an_interrupted_training_leaves_no_adapters_on_the_model() -> None:
@@ -622,3 +629,35 @@ def test_narrow_logits_are_computed_in_float32_and_their_gradient_is_narrow(dtyp
     assert student.grad is not None
     assert student.grad.dtype == dtype
     torch.testing.assert_close(student.grad.double(), wanted, rtol=2**-7, atol=1e-6)
+
+
+@pytest.mark.usefixtures("no_warmup")
+@pytest.mark.parametrize("size", [50.0, 0.0])
+def test_gains_beside_adapters_have_the_rates_that_they_have_without(size: float) -> None:
+    steps = []
+    for lora in (None, Lora(rank=2)):
+        model, masks = pruned("gpt2")
+        small = {n: p for n, p in model.named_parameters() if "ln_" in n and n.endswith(".weight")}
+        for parameter in small.values():
+            parameter.data.fill_(size)
+        settings = Finetune(steps=1, learning_rate=1e-3, held_out=0, teacher="none", norms=True, lora=lora)
+        finetune(model, masks, WINDOWS, settings)
+        steps.append({name: float((p.detach() - size).abs().max()) for name, p in small.items()})
+    without, beside = steps
+    last = "transformer.ln_f.weight"  # reached by a gradient whatever stands before it
+    if size:
+        assert beside == pytest.approx(without, rel=1e-2)
+        assert beside[last] == pytest.approx(1e-3 * size, rel=1e-2)
+    else:
+        assert beside[last] == pytest.approx(1e-3, rel=1e-2), "nothing has a size, so the rate is Adam's own"
+
+
+def test_memory_that_runs_out_while_a_checkpoint_is_read_is_no_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = tmp_path / "finetune.safetensors"
+    tuned(checkpoint=checkpoint)
+    full = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 8 GiB")
+    monkeypatch.setattr(torch.nn.Parameter, "copy_", Mock(side_effect=full))
+    with pytest.raises(OutOfMemoryError, match=r"finetune\.safetensors: 2\.00 GiB did not fit in cuda:0"):
+        tuned(checkpoint=checkpoint)
