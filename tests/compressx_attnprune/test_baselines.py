@@ -19,6 +19,7 @@ from compressx_attnprune.baselines import Budget, InputStatistics
 WIDTH = 160  # more than one column block of the sweep
 OUT = (24, 12)
 ROW_PATTERNS = [Unstructured(0.5, "row"), Unstructured(0.33, "row"), NM(2, 4)]
+CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 WIDE_PATTERNS = [Unstructured(0.37, "joint"), Unstructured(0.81, "joint"), Unstructured(0.37, "layer")]
 
 
@@ -55,14 +56,8 @@ def prune(pruner: Pruner, weights: Pair, x: Tensor, patterns: tuple[Pattern, Pat
     return [results[name] for name in linears]
 
 
-@pytest.mark.parametrize("pattern", ROW_PATTERNS, ids=str)
-def test_wanda_is_the_hosts_where_rows_or_groups_have_their_own_budget(pattern: Pattern, x: Tensor, weights: Pair):
-    keeps, pruned = baselines.wanda(weights, InputStatistics(x), Budget(pattern, pattern))
-    for host, keep, weight, dense in zip(
-        prune(hosts("wanda"), weights, x, (pattern, pattern)), keeps, pruned, weights, strict=True
-    ):
-        assert torch.equal(keep, host.keep)
-        assert torch.equal(weight, dense * keep)
+def ours(name: str, weights: Pair, x: Tensor, patterns: tuple[Pattern, Pattern]) -> tuple[Pair, Pair]:
+    return getattr(baselines, name)(weights, InputStatistics(x), Budget(*patterns))
 
 
 def given_masks() -> tuple[FixedMask, FixedMask]:
@@ -71,62 +66,50 @@ def given_masks() -> tuple[FixedMask, FixedMask]:
     return query, key
 
 
-def like_sparsegpt(weights: Pair, x: Tensor, patterns: tuple[Pattern, Pattern]) -> tuple[Pair, Pair]:
-    """Prune both weights by whichever of our functions is for the patterns."""
-    if isinstance(patterns[0], Unstructured) and patterns[0].group == "layer":
-        by_weight = [baselines.sparsegpt_rows(w, InputStatistics(x), p) for w, p in zip(weights, patterns, strict=True)]
-        return tuple(zip(*by_weight, strict=True))
-    return baselines.sparsegpt(weights, InputStatistics(x), Budget(*patterns))
-
-
 @pytest.mark.parametrize(
-    "patterns",
-    [(Unstructured(0.33, "row"),) * 2, (Unstructured(0.9, "row"),) * 2, (Unstructured(0.6, "layer"),) * 2,
-     (NM(2, 4), NM(2, 4)), (NM(1, 4), NM(3, 4)), given_masks()],
+    ("name", "patterns"),
+    [*(("wanda", (p, p)) for p in ROW_PATTERNS), *(("sparsegpt", p) for p in (
+        (Unstructured(0.33, "row"),) * 2, (Unstructured(0.9, "row"),) * 2, (NM(2, 4), NM(2, 4)), (NM(1, 4), NM(3, 4)),
+        given_masks()))],
     ids=str,
 )  # fmt: skip
-def test_sparsegpt_chooses_and_updates_as_the_hosts_does(patterns: Any, x: Tensor, weights: Pair):
-    keeps, pruned = like_sparsegpt(weights, x, patterns)
-    theirs = prune(hosts("sparsegpt"), weights, x, patterns)
-    for host, keep, weight in zip(theirs, keeps, pruned, strict=True):
+def test_masks_and_updates_are_the_hosts_where_rows_or_groups_have_their_own_budget(
+    name: str, patterns: Any, x: Tensor, weights: Pair
+):
+    theirs = prune(hosts(name), weights, x, patterns)
+    for host, keep, weight, dense in zip(theirs, *ours(name, weights, x, patterns), weights, strict=True):
         assert torch.equal(keep, host.keep)
         assert not weight[~keep].any()
-        torch.testing.assert_close(weight, host.weight, rtol=1e-4, atol=1e-4)
+        expected = dense * keep if host.weight is None else host.weight
+        torch.testing.assert_close(weight, expected, **({"rtol": 0, "atol": 0} if name == "wanda" else CLOSE))
 
 
-def test_features_that_never_fire_are_dropped_first_as_by_the_hosts_pruners(x: Tensor, weights: Pair):
+def test_rows_of_one_weight_are_pruned_as_the_hosts_sparsegpt_prunes_a_layer(x: Tensor, weights: Pair):
+    patterns = (Unstructured(0.6, "layer"),) * 2
+    for host, weight in zip(prune(hosts("sparsegpt"), weights, x, patterns), weights, strict=True):
+        keep, updated = baselines.sparsegpt_rows(weight, InputStatistics(x), patterns[0])
+        assert torch.equal(keep, host.keep)
+        torch.testing.assert_close(updated, host.weight, **CLOSE)
+
+
+@pytest.mark.parametrize("name", ["wanda", "sparsegpt"])
+def test_features_that_never_fire_are_dropped_first_as_by_the_hosts_pruners(name: str, x: Tensor, weights: Pair):
     x[..., 5::20] = 0.0
-    pattern = Unstructured(0.25, "row")
-    for keeps, host in (
-        (
-            baselines.wanda(weights, InputStatistics(x), Budget(pattern, pattern))[0],
-            prune(hosts("wanda"), weights, x, (pattern, pattern)),
-        ),
-        (
-            baselines.sparsegpt(weights, InputStatistics(x), Budget(pattern, pattern))[0],
-            prune(hosts("sparsegpt"), weights, x, (pattern, pattern)),
-        ),
-    ):
-        for keep, result in zip(keeps, host, strict=True):
-            assert not keep[:, 5::20].any()
-            assert torch.equal(keep, result.keep)
-    assert not baselines.sparsegpt_rows(weights[0], InputStatistics(x), pattern)[0][:, 5::20].any()
-
-
-METHODS = {
-    "wanda": lambda w, x, pattern: baselines.wanda(w, InputStatistics(x), Budget(pattern, pattern)),
-    "sparsegpt": lambda w, x, pattern: baselines.sparsegpt(w, InputStatistics(x), Budget(pattern, pattern)),
-}
+    patterns = (Unstructured(0.25, "row"),) * 2
+    theirs = prune(hosts(name), weights, x, patterns)
+    for host, keep in zip(theirs, ours(name, weights, x, patterns)[0], strict=True):
+        assert not keep[:, 5::20].any()
+        assert torch.equal(keep, host.keep)
 
 
 @pytest.mark.parametrize(
-    ("method", "pattern"), list(zip([*METHODS.values(), METHODS["sparsegpt"]], WIDE_PATTERNS, strict=True))
+    ("name", "pattern"), list(zip(["wanda", "sparsegpt", "sparsegpt"], WIDE_PATTERNS, strict=True)), ids=str
 )
 def test_wider_budgets_are_exact_to_the_weight_and_only_what_rounding_leaves_unbalances_the_rows(
-    method, pattern, x: Tensor, weights: Pair
+    name: str, pattern: Unstructured, x: Tensor, weights: Pair
 ):
     """37% of 160 are 59.2: rows drop 59, and what is missing then is taken from those with the lowest scores."""
-    keeps, pruned = method(weights, x, pattern)
+    keeps, pruned = ours(name, weights, x, (pattern, pattern))
     dropped = [int((~k).sum()) for k in keeps]
     if pattern.group == "joint":
         assert sum(dropped) == round(pattern.sparsity * WIDTH * sum(OUT))
@@ -137,12 +120,8 @@ def test_wider_budgets_are_exact_to_the_weight_and_only_what_rounding_leaves_unb
     assert all(not w[~k].any() for w, k in zip(pruned, keeps, strict=True))
 
 
-def test_feature_norms_are_those_of_all_sequences_in_any_dtype(x: Tensor):
-    expected = x.double().flatten(0, 1).norm(dim=0)
-    got = InputStatistics(x).norms
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_feature_norms_are_those_of_all_sequences_in_any_dtype(dtype: torch.dtype, x: Tensor):
+    got = InputStatistics(x.to(dtype)).norms
     assert got.dtype == torch.float64
-    torch.testing.assert_close(got, expected, rtol=1e-6, atol=0)
-    halves = x.bfloat16()
-    torch.testing.assert_close(
-        InputStatistics(halves).norms, halves.double().flatten(0, 1).norm(dim=0), rtol=1e-6, atol=0
-    )
+    torch.testing.assert_close(got, x.to(dtype).double().flatten(0, 1).norm(dim=0), rtol=1e-6, atol=0)

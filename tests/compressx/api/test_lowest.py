@@ -5,9 +5,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.accelerator import pretended_accelerator
-from tests.compressx.api.scores import random_scores
 
 from compressx.api.patterns import _drop_lowest_of_few_on_device, _drop_lowest_on_device, drop_lowest
+
+
+def random_scores(rows: int, columns: int, seed: int, levels: int) -> torch.Tensor:
+    """Scores with many ties when `levels` is small."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, levels, (rows, columns), generator=generator).float()
 
 
 def kept_by_sorting(scores: torch.Tensor, count: int) -> torch.Tensor:

@@ -31,34 +31,57 @@ def selected(weight: Tensor, metric: Metric, pattern, **options) -> tuple[Tensor
     return keep["fc"], near["fc"], steps
 
 
-def written_out(weight: Tensor, hessian: Tensor, pattern, steps: int) -> tuple[Tensor, Tensor]:
-    """ADMM as in the paper's equation 4: a linear system for W, a projection for D, and the dual V, each by itself."""
-    norms = hessian.diagonal().sqrt()
-    gram, dense = hessian / norms[:, None] / norms, weight * norms
-    d = dense * keep_mask(dense.square(), pattern)
-    v, penalty, support = torch.zeros_like(dense), 0.1, d != 0
+def written_out(problems: dict[str, Problem], steps: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """ADMM as in the paper's equation 4: a linear system for W, a projection for D, and the dual V, each by itself.
+
+    Each row has a penalty and a system of its own, and one projection is for all linears that compete.
+    """
+    dense = {n: p.target() for n, p in problems.items()}
+    counts = {n: torch.ones(len(p.dense), 1) if p.rows is None else p.rows for n, p in problems.items()}
+
+    def project(total: dict[str, Tensor]) -> dict[str, Tensor]:
+        costs = {n: counts[n] * x.square() for n, x in total.items()}
+        masks = keep_masks(costs, {n: p.pattern for n, p in problems.items()})
+        return {n: x * masks[n] for n, x in total.items()}
+
+    d = project(dense)
+    v, penalty, support = {n: torch.zeros_like(t) for n, t in dense.items()}, 0.1, {n: x != 0 for n, x in d.items()}
     for step in range(1, steps + 1):
-        system = gram + penalty * torch.eye(len(gram), dtype=gram.dtype)
-        w = torch.linalg.solve(system, (dense @ gram - v + penalty * d).T).T
-        total = w + v / penalty
-        d = total * keep_mask(total.square(), pattern)
-        v = v + penalty * (w - d)
+        w = {n: torch.zeros_like(t) for n, t in dense.items()}
+        for n, p in problems.items():
+            for r, count in enumerate(counts[n]):
+                system = count * p.metric.gram + penalty * count * torch.eye(len(p.metric.gram), dtype=torch.float64)
+                right = count * (dense[n][r] @ p.metric.gram) - v[n][r] + penalty * count * d[n][r]
+                w[n][r] = torch.linalg.solve(system, right)
+        d = project({n: w[n] + v[n] / (penalty * counts[n]) for n in problems})
+        v = {n: v[n] + penalty * counts[n] * (w[n] - d[n]) for n in problems}
         if step % 3 == 0:
-            changed = int(((d != 0) != support).sum()) / int(support.sum())
-            support = d != 0
+            changed = sum(int(((d[n] != 0) != support[n]).sum()) for n in d) / sum(
+                int(x.sum()) for x in support.values()
+            )
+            support = {n: x != 0 for n, x in d.items()}
             penalty *= 1.3 if changed > 0.1 else 1.2 if changed > 0.005 else 1.1
-    return d != 0, d / norms
+    return {n: x != 0 for n, x in d.items()}, d
 
 
-@pytest.mark.parametrize(("pattern", "steps"), list(zip(PATTERNS, [13, 7, 1, 13], strict=True)), ids=str)
+@pytest.mark.parametrize(
+    ("pattern", "steps"),
+    [*zip(PATTERNS, [13, 7, 1, 13], strict=True), *((Unstructured(0.6, "joint"), steps) for steps in (1, 7, 12))],
+    ids=str,
+)
 def test_admm_takes_the_steps_of_its_three_variables_solved_one_after_the_other(pattern, steps):
-    weight, x = problem(rows=32)
-    metric = Metric.of(x.T @ x, 0.01)
-    keep, scaled, taken = selected(weight, metric, pattern, steps=steps)
-    expected_keep, expected = written_out(weight, damped(x.T @ x), pattern, steps)
+    problems = competing(pattern) if pattern.joint else {"fc": lone(pattern)}
+    keep, near, taken = select(problems, {n: p.target() for n, p in problems.items()}, steps=steps)
+    expected_keep, expected = written_out(problems, steps)
     assert taken == steps
-    assert torch.equal(keep, expected_keep)
-    torch.testing.assert_close(scaled / metric.scale, expected, rtol=1e-9, atol=1e-12)
+    for name in problems:
+        assert torch.equal(keep[name], expected_keep[name])
+        torch.testing.assert_close(near[name], expected[name], rtol=1e-9, atol=1e-12)
+
+
+def lone(pattern) -> Problem:
+    weight, x = problem(rows=32)
+    return Problem(weight, Metric.of(x.T @ x, 0.01), pattern)
 
 
 def test_admm_stops_when_the_support_has_settled():
@@ -206,48 +229,6 @@ def competing(pattern, seed: int = 0, mix: float = 0.6) -> dict[str, Problem]:
         counts = torch.logspace(-3, 0, rows, dtype=torch.float64)[:, None] / columns
         problems[name] = Problem(weight, Metric.of(x.T @ x / x.square().sum(), 0.01), pattern, counts)
     return problems
-
-
-def written_out_together(problems: dict[str, Problem], steps: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """ADMM with a penalty of its own for each row, a linear system for each row, and one projection for all."""
-    dense = {n: p.target() for n, p in problems.items()}
-
-    def project(total: dict[str, Tensor]) -> dict[str, Tensor]:
-        costs = {n: problems[n].rows * total[n].square() for n in problems}
-        limit = torch.cat([c.flatten() for c in costs.values()]).sort().values
-        limit = limit[round(problems["wide"].pattern.sparsity * len(limit)) - 1]
-        return {n: total[n] * (costs[n] > limit) for n in problems}
-
-    d = project(dense)
-    v, penalty, support = {n: torch.zeros_like(t) for n, t in dense.items()}, 0.1, {n: x != 0 for n, x in d.items()}
-    for step in range(1, steps + 1):
-        w = {n: torch.zeros_like(t) for n, t in dense.items()}
-        for n, p in problems.items():
-            for r, counts in enumerate(p.rows):
-                system = counts * p.metric.gram + penalty * counts * torch.eye(len(p.metric.gram), dtype=torch.float64)
-                right = counts * (dense[n][r] @ p.metric.gram) - v[n][r] + penalty * counts * d[n][r]
-                w[n][r] = torch.linalg.solve(system, right)
-        d = project({n: w[n] + v[n] / (penalty * problems[n].rows) for n in problems})
-        v = {n: v[n] + penalty * problems[n].rows * (w[n] - d[n]) for n in problems}
-        if step % 3 == 0:
-            changed = sum(int(((d[n] != 0) != support[n]).sum()) for n in d) / sum(
-                int(x.sum()) for x in support.values()
-            )
-            support = {n: x != 0 for n, x in d.items()}
-            penalty *= 1.3 if changed > 0.1 else 1.2 if changed > 0.005 else 1.1
-    return {n: x != 0 for n, x in d.items()}, d
-
-
-@pytest.mark.parametrize("steps", [1, 7, 12])
-def test_linears_that_compete_take_the_steps_of_one_problem_with_a_penalty_for_each_row(steps):
-    problems = competing(Unstructured(0.6, "joint"))
-    targets = {n: p.target() for n, p in problems.items()}
-    keep, near, taken = select(problems, targets, steps=steps)
-    expected_keep, expected = written_out_together(problems, steps)
-    assert taken == steps
-    for name in problems:
-        assert torch.equal(keep[name], expected_keep[name])
-        torch.testing.assert_close(near[name], expected[name], rtol=1e-9, atol=1e-12)
 
 
 def weighted(problems: dict[str, Problem], weights: dict[str, Tensor]) -> float:

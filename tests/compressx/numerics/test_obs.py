@@ -3,11 +3,11 @@ from __future__ import annotations
 import pytest
 import torch
 from tests.accelerator import pretended_accelerator
-from tests.compressx.numerics.problems import problem
+from tests.compressx.numerics.problems import damped, problem
 
 from compressx.api.patterns import NM, FixedMask, Unstructured
 from compressx.api.statistics import Hessian
-from compressx.numerics.obs import NotPositiveDefiniteError, inverse_cholesky, sweep
+from compressx.numerics.obs import NotPositiveDefiniteError, inverse_cholesky, sweep, wanda_scores
 
 
 def one_weight_at_a_time(weight: torch.Tensor, hessian: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
@@ -30,10 +30,9 @@ def test_the_factor_is_the_upper_cholesky_factor_of_the_damped_inverse(columns):
     before = hessian.clone()
     factor, damping = inverse_cholesky(hessian, 0.01)
     assert torch.equal(hessian, before)
-    damped = hessian + 0.01 * hessian.diagonal().mean() * torch.eye(columns, dtype=torch.float64)
     assert damping == 0.01
     assert torch.equal(factor, factor.triu())
-    torch.testing.assert_close(factor.T @ factor, torch.linalg.inv(damped), rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(factor.T @ factor, torch.linalg.inv(damped(hessian)), rtol=1e-9, atol=1e-12)
 
 
 def test_a_factor_in_float32_is_as_good_as_one_that_inverts_in_float64(monkeypatch):
@@ -51,10 +50,10 @@ def test_a_sweep_over_a_fixed_mask_equals_the_update_derived_one_weight_at_a_tim
     hessian = x.T @ x
     keep = torch.rand(7, 20, generator=torch.Generator().manual_seed(3)) > 0.4
     factor, damping = inverse_cholesky(hessian, 1e-8)
-    damped = hessian + damping * hessian.diagonal().mean() * torch.eye(20, dtype=torch.float64)
     got_keep, got = sweep(weight, factor, FixedMask(keep, Unstructured(0.4)))
     assert torch.equal(got_keep, keep)
-    torch.testing.assert_close(got, one_weight_at_a_time(weight, damped, keep), rtol=1e-8, atol=1e-10)
+    expected = one_weight_at_a_time(weight, damped(hessian, damping), keep)
+    torch.testing.assert_close(got, expected, rtol=1e-8, atol=1e-10)
 
 
 def test_column_blocks_do_not_change_the_update(monkeypatch):
@@ -92,22 +91,17 @@ def test_sparsity_zero_returns_the_weight_bit_for_bit():
     assert torch.equal(new.bfloat16(), weight)
 
 
-def test_features_that_never_fire_are_dropped_first_and_disturb_nothing():
+@pytest.mark.parametrize(
+    ("pattern", "dead"),
+    [(Unstructured(2 / 16, "row"), [3, 9]), (NM(2, 4), [1, 3, 4, 7, 8, 9, 14, 15])],  # two of every four
+    ids=str,
+)
+def test_features_that_never_fire_are_dropped_first(pattern, dead):
     weight, x = problem(6, 16)
-    x[:, 3] = 0
-    x[:, 9] = 0
-    hessian = x.T @ x
-    keep, _ = sweep(weight, inverse_cholesky(hessian)[0], Unstructured(2 / 16, "row"), hessian.diagonal() == 0)
-    assert (~keep).nonzero()[:, 1].unique().tolist() == [3, 9]
-
-
-def test_of_every_group_of_n_m_features_that_never_fire_are_dropped_first():
-    weight, x = problem(6, 16)
-    dead = [1, 3, 4, 7, 8, 9, 14, 15]  # two of every four
     x[:, dead] = 0
     weight[:, dead] *= 100
     hessian = x.T @ x
-    keep, _ = sweep(weight, inverse_cholesky(hessian)[0], NM(2, 4), hessian.diagonal() == 0)
+    keep, _ = sweep(weight, inverse_cholesky(hessian)[0], pattern, hessian.diagonal() == 0)
     assert (~keep).nonzero()[:, 1].unique().tolist() == dead
 
 
@@ -116,9 +110,8 @@ def test_features_that_never_fire_do_not_water_the_damping_down():
     x[:, :6] = 0
     hessian = x.T @ x
     factor, _ = inverse_cholesky(hessian, 0.1)
-    live = hessian[6:, 6:]
-    damped = live + 0.1 * live.diagonal().mean() * torch.eye(6, dtype=torch.float64)
-    torch.testing.assert_close((factor.T @ factor)[6:, 6:], torch.linalg.inv(damped), rtol=1e-9, atol=1e-12)
+    expected = torch.linalg.inv(damped(hessian[6:, 6:], 0.1))
+    torch.testing.assert_close((factor.T @ factor)[6:, 6:], expected, rtol=1e-9, atol=1e-12)
 
 
 def test_the_factor_of_a_statistic_is_that_of_its_matrix():
@@ -141,20 +134,16 @@ def test_the_damping_is_raised_while_the_factor_is_beyond_float32():
     assert damping > 1e-14
 
 
-def test_a_hessian_that_no_damping_mends_is_refused_with_the_damping_tried():
-    with pytest.raises(NotPositiveDefiniteError, match="damping 1 "):
-        inverse_cholesky(torch.diag(torch.tensor([1.0, 1.0, -5.0])), 1e-5)
-    with pytest.raises(NotPositiveDefiniteError, match="NaN"):
-        inverse_cholesky(torch.full((2, 2), float("nan")))
-
-
-@pytest.mark.parametrize("dense", [
-    torch.full((1, 1), float("inf")), torch.diag(torch.tensor([float("inf"), 1.0])),
-    torch.diag(torch.tensor([1.0, 1.0, float("inf")])), torch.eye(3).index_fill(1, torch.tensor(1), float("inf")),
-])  # fmt: skip
-def test_a_hessian_that_is_infinite_anywhere_is_refused(dense):
-    with pytest.raises(NotPositiveDefiniteError, match="NaN or infinite"):
-        inverse_cholesky(dense)
+@pytest.mark.parametrize(
+    ("hessian", "told"),
+    [(torch.diag(torch.tensor([1.0, 1.0, -5.0])), "damping 1 "), *((dense, "NaN or infinite") for dense in (
+        torch.full((2, 2), float("nan")), torch.full((1, 1), float("inf")), torch.diag(torch.tensor([float("inf"), 1.0])),
+        torch.diag(torch.tensor([1.0, 1.0, float("inf")])),
+        torch.eye(3).index_fill(1, torch.tensor(1), float("inf"))))],
+)  # fmt: skip
+def test_a_hessian_that_no_damping_mends_or_that_is_not_finite_anywhere_is_refused(hessian, told):
+    with pytest.raises(NotPositiveDefiniteError, match=told):
+        inverse_cholesky(hessian, 1e-5)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -186,3 +175,13 @@ def test_an_accelerator_is_waited_for_once_a_weight_and_starts_few_kernels_a_col
         assert factoring.synchronisations == sweeping.synchronisations == 1, sweeping.places()
         assert sweeping.launches <= a_column * 256
         assert all(torch.equal(mine.cpu(), its) for mine, its in zip(got, expected, strict=True))
+
+
+@pytest.mark.parametrize("weights", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("norms", [torch.float32, torch.float64], ids=str)
+def test_wandas_score_is_that_of_the_paper_in_the_dtype_of_the_norms(weights: torch.dtype, norms: torch.dtype):
+    weight, of = torch.randn(5, 7).to(weights), torch.rand(7).to(norms)
+    before, scores = weight.clone(), wanda_scores(weight, of)
+    assert scores.dtype == norms
+    torch.testing.assert_close(scores.double(), weight.double().abs() * of.double(), rtol=1e-6, atol=0)
+    assert torch.equal(weight, before)

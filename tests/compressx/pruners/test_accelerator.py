@@ -14,7 +14,6 @@ from tests.compressx.built_in import BUILT_IN
 from compressx.api.patterns import NM, Structured, Unstructured
 from compressx.blocks.prune import prune_model
 from compressx.models.access import InMemory
-from compressx.numerics.obs import sweep
 from compressx.testing import tiny_model, tiny_tokens
 from compressx.testing.subject import Claim, Subject, Whole
 
@@ -106,23 +105,6 @@ def test_units_cost_few_waits_and_of_each_row_or_column_a_number_is_copied(name,
     numbers = sum(len(p.units.owners[name].unit) for name, p in asked.items() if isinstance(p, Structured))
     assert counts.to_device_bytes <= 8 * 8 * numbers
     assert counts.to_host_bytes < 4096
-
-
-@pytest.mark.parametrize(
-    ("pattern", "most"), [(Unstructured(0.5, "row"), 2.5), (Unstructured(0.5, "layer"), 2.5), (NM(2, 4), 6.5)], ids=str
-)
-def test_a_column_of_the_sweep_costs_few_kernels_and_no_wait(pattern, most):
-    launches, waits = [], []
-    for columns in (128, 384):
-        weight, factor = torch.randn(16, columns), torch.randn(columns, columns).triu() + 9 * torch.eye(columns)
-        with pretended_accelerator() as device:
-            weight, factor = weight.to("cuda"), factor.to("cuda")
-            with device.counted() as counts:
-                sweep(weight, factor, pattern)
-        launches.append(counts.launches)
-        waits.append(counts.synchronisations)
-    assert (launches[1] - launches[0]) / 256 <= most
-    assert waits[0] == waits[1] <= 1
 
 
 def test_of_a_pruned_block_masks_are_copied_to_the_host_and_weights_once_to_be_hashed():

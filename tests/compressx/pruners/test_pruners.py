@@ -14,9 +14,10 @@ from compressx.pruners.dare import Dare, DareOptions
 
 
 @pytest.mark.parametrize("pattern", [Unstructured(0.5, "row"), Unstructured(0.7, "layer"), NM(2, 4)], ids=str)
-def test_on_correlated_inputs_sparsegpt_is_below_wanda_and_wanda_below_magnitude(pattern):
+def test_on_correlated_inputs_alps_is_below_sparsegpt_that_below_wanda_and_that_below_magnitude(pattern):
     block, x = one_linear(), correlated_inputs()
     error = {name: output_error(block, prune(name, block, pattern, x)["fc"], x) for name in SPECS}
+    assert error["alps"] < 0.8 * error["sparsegpt"]
     assert error["sparsegpt"] < 0.7 * error["wanda"]
     assert error["wanda"] < error["magnitude"]
 
@@ -31,13 +32,17 @@ def test_with_independent_inputs_sparsegpt_chooses_as_wanda_and_updates_nothing(
     torch.testing.assert_close(second_order.weight[kept], block.linears["fc"].weight[kept], rtol=1e-5, atol=1e-6)
 
 
-def test_sparsegpt_reconstructs_a_given_mask_below_the_error_of_only_masking():
+@pytest.mark.parametrize(
+    ("name", "selector", "at_most"),
+    [("sparsegpt", "wanda", 0.7), ("alps", "magnitude", 0.6), ("alps", "sparsegpt", 0.95)],
+)
+def test_on_a_given_mask_the_error_is_below_that_of_the_pruner_that_chose_it(name, selector, at_most):
     block, x = one_linear(), correlated_inputs()
-    chosen = prune("wanda", block, Unstructured(0.5, "row"), x)["fc"]
-    rebuilt = prune("sparsegpt", block, FixedMask(chosen.keep, Unstructured(0.5, "row")), x)["fc"]
+    chosen = prune(selector, block, Unstructured(0.5, "row"), x)["fc"]
+    rebuilt = prune(name, block, FixedMask(chosen.keep, Unstructured(0.5, "row")), x)["fc"]
     assert torch.equal(rebuilt.keep, chosen.keep)
-    assert output_error(block, rebuilt, x) < 0.7 * output_error(block, chosen, x)
-    assert SPECS["sparsegpt"].reconstructs
+    assert output_error(block, rebuilt, x) < at_most * output_error(block, chosen, x)
+    assert SPECS[name].reconstructs
     assert not SPECS["wanda"].reconstructs
 
 
@@ -48,6 +53,21 @@ def test_sparsegpt_reports_its_damping_and_inputs_that_are_no_numbers_fail_with_
         x[0, 0, 0] = bad
         with pytest.raises(UnsupportedModelError, match="fc: the Hessian has NaN"):
             prune(name, block, Unstructured(0.5, "layer"), x)
+
+
+def test_alps_keeps_the_dtype_solves_halves_in_float32_and_reports_its_error_and_how_it_was_reached():
+    block, x = one_linear(), correlated_inputs()
+    result = prune("alps", block, NM(2, 4), x)["fc"]
+    reference = output_error(block, result, x)
+    assert result.info["linear_error"] == pytest.approx(reference, rel=1e-3)
+    assert 3 <= result.info["steps"] <= 300
+    assert 0 <= result.info["solver_residual"] <= 0.01
+    block.linears["fc"].module.to(torch.bfloat16)
+    result = prune("alps", block, NM(2, 4), x)["fc"]
+    assert result.weight.dtype == torch.bfloat16
+    rounded = block.linears["fc"].weight.float()
+    lost = x @ (result.weight.float() - rounded).T
+    assert float(lost.square().sum() / (x @ rounded.T).square().sum()) < 1.1 * reference
 
 
 def test_features_that_never_fire_are_dropped_first_by_all_that_are_calibrated():
