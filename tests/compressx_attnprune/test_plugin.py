@@ -315,12 +315,8 @@ def attended(model: Any, block: Block, tokens: Tensor) -> Tensor:
 def test_another_sparsity_of_the_same_block_measures_nothing_again(recorded, mode: str, monkeypatch):
     calls: list[str] = []
     for module, name in ((solver.gauss_newton, "measured_curvature"), (layer, "verify")):
-
-        def spy(*args: Any, original: Any = getattr(module, name), name: str = name) -> Any:
-            calls.append(name)
-            return original(*args)
-
-        monkeypatch.setattr(module, name, spy)
+        original = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *x, of=original, name=name: calls.append(name) or of(*x))
     pruner = SPEC.build(SPEC.options(**OF_MODE[mode]))
     stats, kept = observed(recorded, pruner), {}
     for sparsity in (0.8, 0.4, 0.6):

@@ -37,7 +37,7 @@ def written_out(problems: dict[str, Problem], steps: int) -> tuple[dict[str, Ten
     Each row has a penalty and a system of its own, and one projection is for all linears that compete.
     """
     dense = {n: p.target() for n, p in problems.items()}
-    counts = {n: torch.ones(len(p.dense), 1) if p.rows is None else p.rows for n, p in problems.items()}
+    counts = {n: torch.ones_like(p.dense[:, :1]) if p.rows is None else p.rows for n, p in problems.items()}
 
     def project(total: dict[str, Tensor]) -> dict[str, Tensor]:
         costs = {n: counts[n] * x.square() for n, x in total.items()}
@@ -56,9 +56,8 @@ def written_out(problems: dict[str, Problem], steps: int) -> tuple[dict[str, Ten
         d = project({n: w[n] + v[n] / (penalty * counts[n]) for n in problems})
         v = {n: v[n] + penalty * counts[n] * (w[n] - d[n]) for n in problems}
         if step % 3 == 0:
-            changed = sum(int(((d[n] != 0) != support[n]).sum()) for n in d) / sum(
-                int(x.sum()) for x in support.values()
-            )
+            moved = sum(int(((d[n] != 0) != support[n]).sum()) for n in d)
+            changed = moved / sum(int(x.sum()) for x in support.values())
             support = {n: x != 0 for n, x in d.items()}
             penalty *= 1.3 if changed > 0.1 else 1.2 if changed > 0.005 else 1.1
     return {n: x != 0 for n, x in d.items()}, d

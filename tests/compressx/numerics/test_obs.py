@@ -137,9 +137,8 @@ def test_the_damping_is_raised_while_the_factor_is_beyond_float32():
 @pytest.mark.parametrize(
     ("hessian", "told"),
     [(torch.diag(torch.tensor([1.0, 1.0, -5.0])), "damping 1 "), *((dense, "NaN or infinite") for dense in (
-        torch.full((2, 2), float("nan")), torch.full((1, 1), float("inf")), torch.diag(torch.tensor([float("inf"), 1.0])),
-        torch.diag(torch.tensor([1.0, 1.0, float("inf")])),
-        torch.eye(3).index_fill(1, torch.tensor(1), float("inf"))))],
+        torch.full((2, 2), torch.nan), torch.full((1, 1), torch.inf), torch.diag(torch.tensor([torch.inf, 1.0])),
+        torch.diag(torch.tensor([1.0, 1.0, torch.inf])), torch.eye(3).index_fill(1, torch.tensor(1), torch.inf)))],
 )  # fmt: skip
 def test_a_hessian_that_no_damping_mends_or_that_is_not_finite_anywhere_is_refused(hessian, told):
     with pytest.raises(NotPositiveDefiniteError, match=told):
