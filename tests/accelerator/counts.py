@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import torch
 
@@ -25,8 +24,8 @@ class Counts:
     Attributes:
         waits: how often the host waited for the device, by (file:line of the caller, what it asked for), such as
             `("pruners/mine.py:12", "item")`.
-        kernels: how often each operator computed something on the device, by its name in aten. Views, metadata, empty
-            allocations and copies from or to the host start no kernel.
+        launches: how many operators computed something on the device. Views, metadata, empty allocations and copies
+            from or to the host start no kernel.
         to_device_bytes: copied from the host.
         to_host_bytes: copied to the host.
         pageable: how often a tensor was copied from or to memory of the host that is not pinned, by file:line of the
@@ -35,7 +34,7 @@ class Counts:
     """
 
     waits: Counter[tuple[str, str]] = field(default_factory=Counter)
-    kernels: Counter[str] = field(default_factory=Counter)
+    launches: int = 0
     to_device_bytes: int = 0
     to_host_bytes: int = 0
     pageable: Counter[str] = field(default_factory=Counter)
@@ -46,28 +45,17 @@ class Counts:
         """How often the host waited for the device."""
         return self.waits.total()
 
-    @property
-    def launches(self) -> int:
-        """How many kernels were started."""
-        return self.kernels.total()
-
-    def places(self, most: int = 12) -> str:
+    def places(self) -> str:
         """List where the host waited, the most frequent places first, for messages."""
-        shown = [f"{count} x {what} at {place}" for (place, what), count in self.waits.most_common(most)]
-        more = len(self.waits) - len(shown)
-        return ", ".join(shown) + (f", and {more} more places" if more > 0 else "")
+        return ", ".join(f"{count} x {what} at {place}" for (place, what), count in self.waits.most_common(12))
 
 
 class Record(Counts):
-    """The counts of a pretended accelerator from its beginning; sections of it are counted by `counted`.
-
-    Attributes:
-        alive_bytes: bytes of the device that are alive now.
-    """
+    """The counts of a pretended accelerator from its beginning; sections of it are counted by `counted`."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.alive_bytes = 0
+        self.alive_bytes = 0  # of the device, now
         self._counting: list[Counts] = [self]
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._late: list[Callable[[], object]] = []  # copies that no wait has been for, in order
@@ -75,21 +63,16 @@ class Record(Counts):
         self._lock = threading.RLock()  # threads that load weights count, too
 
     @contextmanager
-    def counted(self, section: Counts | None = None) -> Iterator[Counts]:
-        """Count a section: what happens in the `with` is added to the `Counts` that it yields, and nothing else is.
-
-        Args:
-            section: to add to; new when absent. Within a section that is open already it is counted once.
-        """
-        section = Counts(peak_bytes=self.alive_bytes) if section is None else section
+    def counted(self) -> Iterator[Counts]:
+        """Count a section: what happens in the `with` is added to the `Counts` that it yields, and nothing else is."""
+        section = Counts(peak_bytes=self.alive_bytes)
         with self._lock:
-            opened = all(each is not section for each in self._counting)
-            self._counting += [section] * opened
+            self._counting.append(section)
         try:
             yield section
         finally:
             with self._lock:
-                self._counting = [each for each in self._counting if not opened or each is not section]
+                self._counting = [each for each in self._counting if each is not section]
 
     def forget_peak(self) -> None:
         """Begin to look for the peak anew, as `torch.cuda.reset_peak_memory_stats` does."""
@@ -98,9 +81,7 @@ class Record(Counts):
     def wait(self, what: str, until: int | None = None) -> None:
         """Count that the host waited, and let what has arrived meanwhile be seen.
 
-        Args:
-            what: it waited for.
-            until: `copies_begun` when the event was recorded that it waited for; everything is waited for when absent.
+        Until is `copies_begun` when the event was recorded that it waited for; by default everything is waited for.
         """
         where = (_place(), what)
         with self._lock:
@@ -122,12 +103,11 @@ class Record(Counts):
         """How many copies to the host were begun that do not block."""
         return self._arrived + len(self._late)
 
-    def launch(self, operator: Any) -> None:
-        """Count the kernel of an operator of aten."""
-        kernel = operator._schema.name.removeprefix("aten::")
+    def launch(self) -> None:
+        """Count a kernel."""
         with self._lock:
             for each in self._counting:
-                each.kernels[kernel] += 1
+                each.launches += 1
 
     def copied(self, *, to_device: int = 0, to_host: int = 0, pageable: bool = False) -> None:
         """Count bytes that were copied, and whether memory of the host was not pinned."""

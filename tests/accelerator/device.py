@@ -19,16 +19,11 @@ _aten = torch.ops.aten
 
 
 class Accelerator:
-    """The device: what it counted, and its generator.
-
-    Attributes:
-        record: the counts.
-        generator: draws where a call names none.
-    """
+    """The device: what it counted, and its generator."""
 
     def __init__(self) -> None:
         self.record = Record()
-        self.generator = DeviceGenerator()
+        self.generator = DeviceGenerator()  # draws where a call names none
         self.generator.manual_seed(torch.initial_seed())
 
     def put(self, held: Tensor) -> DeviceTensor:
@@ -61,7 +56,7 @@ class Accelerator:
         if (what := wait_of(func, args, kwargs)) is not None:
             self.record.wait(what)
         if is_kernel(func):
-            self.record.launch(func)
+            self.record.launch()
         return self._wrapped(func, mine, self._computed(func, held, named))
 
     def _computed(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -92,22 +87,14 @@ class Accelerator:
     def _copied(self, func: Any, args: Sequence[Any], out: Tensor, there: bool, non_blocking: bool) -> Tensor:
         """Count a copy within the device, or between it and the host; that waits unless memory is pinned.
 
-        Args:
-            func: `_to_copy` or `copy_`.
-            args: its arguments.
-            out: what it returned on the CPU.
-            there: whether a new tensor is the device's.
-            non_blocking: as the caller said.
-
-        Returns:
-            What the caller gets.
+        `out` is what `_to_copy` or `copy_` returned on the CPU, `there` whether a new tensor is the device's.
         """
         to_copy = func is _aten._to_copy.default
         source = args[0] if to_copy else args[1]
         target = there if to_copy else isinstance(args[0], DeviceTensor)
         size = source.numel() * source.element_size()
         if target == isinstance(source, DeviceTensor):
-            self.record.launch(func)
+            self.record.launch()
         elif target:
             self.record.copied(to_device=size, pageable=source.dim() > 0 and not is_pinned(source))
             # A number that is written into a tensor of the device is an argument of a kernel.

@@ -23,31 +23,22 @@ from torch.utils.checkpoint import DefaultDeviceType
 from compressx.models import architecture
 
 MEMORY_BYTES = 16 * 2**30
-"""What the device has, if nothing else is said."""
+"""What `torch.cuda.mem_get_info` says the device has; nothing is refused for want of it."""
 
 
 @contextmanager
-def pretended_accelerator(*, memory_bytes: int = MEMORY_BYTES) -> Iterator[Record]:
-    """Let torch find one CUDA device, whose tensors compute on the CPU.
+def pretended_accelerator() -> Iterator[Record]:
+    """Let torch find one CUDA device, whose tensors compute on the CPU, and yield what is counted.
 
     Operations across devices are refused as CUDA refuses them. Waits of the host, kernels, copied bytes and bytes alive
     are counted. Everything is as before when the `with` is left; tensors of the device cannot be used any more then. A
     GPU that the machine has is out of reach within it.
-
-    Args:
-        memory_bytes: what `torch.cuda.mem_get_info` says the device has; nothing is refused for want of it.
-
-    Yields:
-        The counts; `record.counted()` counts a section.
-
-    Raises:
-        RuntimeError: one is on already.
     """
     if DeviceTensor.operate is not None:
         raise RuntimeError("a pretended accelerator is on already; leave it first")
     accelerator = Accelerator()
     with ExitStack() as stack:
-        for target, name, new in _replaced(accelerator, memory_bytes):
+        for target, name, new in _replaced(accelerator):
             stack.enter_context(mock.patch.object(target, name, new, create=True))
         plain = architecture._PLAIN_CLASSES | {"DeviceTensor"}
         stack.enter_context(mock.patch.object(architecture, "_PLAIN_CLASSES", plain))
@@ -62,7 +53,7 @@ def _modes(accelerator: Accelerator) -> Iterator[None]:
         yield
 
 
-def _replaced(accelerator: Accelerator, memory_bytes: int) -> Iterator[tuple[Any, str, Any]]:
+def _replaced(accelerator: Accelerator) -> Iterator[tuple[Any, str, Any]]:
     """Yield what is replaced in torch, and in threads that are started, by (where, name, new)."""
     record = accelerator.record
 
@@ -86,7 +77,7 @@ def _replaced(accelerator: Accelerator, memory_bytes: int) -> Iterator[tuple[Any
         "is_initialized": said(True), "_initialized": True, "init": nothing, "_lazy_init": nothing,
         "synchronize": synchronize, "current_stream": lambda *_: _Stream(record),
         "get_device_name": said("pretended accelerator"), "get_device_capability": said((9, 0)),
-        "mem_get_info": lambda *_: (max(0, memory_bytes - record.alive_bytes), memory_bytes),
+        "mem_get_info": lambda *_: (max(0, MEMORY_BYTES - record.alive_bytes), MEMORY_BYTES),
         "memory_allocated": lambda *_: record.alive_bytes, "memory_reserved": lambda *_: record.alive_bytes,
         "max_memory_allocated": lambda *_: record.peak_bytes, "max_memory_reserved": lambda *_: record.peak_bytes,
         "reset_peak_memory_stats": lambda *_: record.forget_peak(), "empty_cache": nothing,

@@ -72,10 +72,6 @@ class DeviceTensor(torch.Tensor):
         alias.__class__ = _also(cls)
         return alias
 
-    def get_device(self) -> int:
-        """Return the device's index."""
-        return 0
-
     def data_ptr(self) -> int:
         """Return the address of the numbers."""
         return self.held.data_ptr()
@@ -94,13 +90,7 @@ class DeviceTensor(torch.Tensor):
 
     def numpy(self, **_: Any) -> Any:
         """Refuse, as CUDA does."""
-        raise TypeError(
-            "can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host memory "
-            "first."
-        )
-
-    def __array__(self, *_: Any) -> Any:
-        return self.numpy()
+        raise TypeError("can't convert cuda:0 device type tensor to numpy")
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"{self.held!r:.200} on {SHOWN}"
