@@ -72,16 +72,8 @@ def measured_curvature(
 ) -> tuple[Curvature, Curvature]:
     """Measure the curvature of the query side and of the key side, in a unit that both share.
 
-    What is made of a curvature is the same in any unit. It is one, unless all weights are tiny.
-
-    Args:
-        loss: the objective.
-        x: [sequences, tokens, in_features] in any float dtype.
-        weights: the dense weights.
-        probes: random sign draws per sequence.
-        tokens: as `TOKENS`, sampled per head; 1 takes all.
-        halfway: as `HALFWAY`.
-        seed: of the signs and samples.
+    What is made of a curvature is the same in any unit. It is one, unless all weights are tiny. Inputs are [sequences,
+    tokens, in_features] in any float dtype, `probes` the random signs drawn for each; tokens are sampled per head.
     """
     head_dim, sides = loss.attention.head_dim, loss.attention.sides
     unit: Tensor | None = None
@@ -150,15 +142,8 @@ def _sample(weights: Tensor, count: int, generator: torch.Generator) -> tuple[Te
     """Sample `count` tokens of each head, with new weights that keep weighted sums unbiased.
 
     Priority sampling (Duffield, Lund and Thorup 2007): takes the tokens with the largest priority `w / uniform`, and
-    raises their weights to at least the largest priority not taken. Heavy tokens are always included.
-
-    Args:
-        weights: [heads, tokens], non-negative.
-        count: at most the number of tokens.
-        generator: on the weights' device.
-
-    Returns:
-        Indices and weights, both [heads, count].
+    raises their weights to at least the largest priority not taken. Heavy tokens are always included. Weights [heads,
+    tokens] are not negative. Returns indices and weights, both [heads, count].
     """
     if count == weights.shape[1]:
         return torch.arange(count, device=weights.device).expand(len(weights), count), weights

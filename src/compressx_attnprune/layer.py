@@ -123,12 +123,8 @@ def verify(block: Block, attention: Attention, x: Tensor) -> None:
     """Check that the geometry reproduces the model's attention output on one sequence.
 
     The module tree does not show everything (layout of a fused weight, what gates do, biases on the scores), but the
-    output does. Both sides run in float32, so that rounding in the model's dtype does not matter.
-
-    Args:
-        block: a block with weights and recorded calls.
-        attention: its geometry, in float32.
-        x: inputs of the query projection [batch, tokens, in_features].
+    output does. Both sides run in float32, so that rounding in the model's dtype does not matter. Inputs of the query
+    projection are [batch, tokens, in_features].
     """
     projections = projections_of(block)
     x = x[:1].float()

@@ -17,10 +17,6 @@ At: TypeAlias = Callable[..., AbstractContextManager[None]]
 """`with at("tasks", 0):` collects a `CompressxError` with the place of this value among the options, and goes on."""
 
 
-def _nothing(_done: int, _total: int) -> None:
-    pass
-
-
 @dataclass(frozen=True, eq=False)
 class EvaluatedModel:
     """A model to measure, in evaluation mode; nothing of it may be changed.
@@ -39,7 +35,7 @@ class EvaluatedModel:
     tokenizer: Any
     text: Any = None
     selection: Callable[[], Any] | None = None
-    progress: Callable[[int, int], None] = _nothing
+    progress: Callable[[int, int], None] = lambda _done, _total: None
 
 
 class Evaluator(Protocol):

@@ -158,11 +158,9 @@ class Unstructured(_Pattern):
 
     @property
     def joint(self) -> bool:
-        """Whether all linears that one rule names in a block share one budget."""
         return self.group == "joint"
 
     def groups(self, rows: int, columns: int) -> tuple[int, int] | None:
-        """Return a row's number of weights, or that of all, and how many of them are dropped."""
         weights = columns if self.group == "row" else rows * columns
         return None if self.joint else (weights, count_dropped(self.sparsity, weights))
 
@@ -237,7 +235,6 @@ class Structured(_Pattern):
 
     @property
     def together(self) -> bool:
-        """True: a unit has rows and columns of several linears."""
         return True
 
     def at(self, sparsity: float) -> Structured:
@@ -268,7 +265,6 @@ class FixedMask(_Pattern):
 
     @property
     def asked(self) -> RulePattern:
-        """The pattern that it was selected for."""
         return self.chosen_as
 
     def __str__(self) -> str:

@@ -1,4 +1,7 @@
-"""What a run did, as values: written as `report.json`; `report/` shows them."""
+"""What a run did, as values: written as `report.json`; `report/` shows them.
+
+Its keys are those of these classes, and docs/recipe.md says of each what it holds.
+"""
 
 from __future__ import annotations
 
@@ -14,31 +17,18 @@ _Value = TypeVar("_Value")
 
 @dataclass(frozen=True)
 class LayerReport:
-    """One pruned linear.
+    """One pruned linear."""
 
-    Attributes:
-        name: fully qualified name.
-        pruner: which pruner selected, and after a `+` which one reconstructed.
-        pattern: as in the recipe, such as `2:4` or `50% row`.
-        shape: [out_features, in_features].
-        target: fraction of zeros that was asked for.
-        sparsity: fraction of zeros, counted in the mask.
-        seconds: this linear's share, by weights, of the time its rule took in its block.
-        info: figures that the pruner gave.
-        history: curves over its solver's steps, by name.
-        group: name of the first of the linears of which `info` and `history` are; empty if of this one alone.
-    """
-
-    name: str
-    pruner: str
-    pattern: str
-    shape: tuple[int, int]
-    target: float
-    sparsity: float
-    seconds: float
-    info: Mapping[str, float] = field(default_factory=dict)
-    history: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-    group: str = ""
+    name: str  # fully qualified
+    pruner: str  # which pruner selected, and after a `+` which one reconstructed
+    pattern: str  # as in the recipe, such as `2:4` or `50% row`
+    shape: tuple[int, int]  # [out_features, in_features]
+    target: float  # fraction of zeros that was asked for
+    sparsity: float  # fraction of zeros, counted in the mask
+    seconds: float  # this linear's share, by weights, of the time its rule took in its block
+    info: Mapping[str, float] = field(default_factory=dict)  # figures that the pruner gave
+    history: Mapping[str, tuple[float, ...]] = field(default_factory=dict)  # curves over its solver's steps, by name
+    group: str = ""  # the first of the linears of which `info` and `history` are; empty if of this one alone
 
 
 @dataclass(frozen=True)
@@ -57,25 +47,17 @@ class ReconstructionReport:
 
 @dataclass(frozen=True)
 class BlockReport:
-    """One pruned decoder block.
+    """One pruned decoder block."""
 
-    Attributes:
-        index: position in the model.
-        fqn: fully qualified name; empty for linears outside the blocks.
-        layers: its pruned linears.
-        seconds: for observing, pruning, training and computing the next block's input.
-        output_error: relative squared change of the block's output by its own pruning, with inputs from the pruned
-            blocks before it, and before any reconstruction: the mean over the first tokens of the calibration text,
-            which the pruner saw too; None without such text and outside the blocks.
-        reconstruction: what training its kept weights did; None when the recipe does not ask for it.
-    """
-
-    index: int
-    fqn: str
+    index: int  # position in the model
+    fqn: str  # fully qualified name; empty for linears outside the blocks
     layers: tuple[LayerReport, ...]
-    seconds: float
+    seconds: float  # for observing, pruning, training and computing the next block's input
+    # Relative squared change of the block's output by its own pruning, with inputs from the pruned blocks before it, and
+    # before any reconstruction: the mean over the first tokens of the calibration text, which the pruner saw too. None
+    # without such text and outside the blocks.
     output_error: float | None = None
-    reconstruction: ReconstructionReport | None = None
+    reconstruction: ReconstructionReport | None = None  # None when the recipe does not ask for it
 
 
 @dataclass(frozen=True)
@@ -148,65 +130,40 @@ class Arithmetic:
 
 @dataclass(frozen=True)
 class RunReport:
-    """A whole run.
+    """A whole run."""
 
-    Attributes:
-        compressx: version of compressx.
-        model: the model source as the recipe gives it.
-        sparsity: fraction of zeros over all planned linears, counted.
-        blocks: every pruned block with its linears, in the model's order.
-        skipped: every linear or matrix that was not pruned, with the reason.
-        evaluation: `dense`, `pruned` and, after fine-tuning, `finetuned`, each a mapping from the number's full name
-            to its value, and `sample` with `prompt` and `text`; empty when the recipe evaluates nothing.
-        seconds: by stage, in the order of the run (load, calibrate, evaluate dense, allocate, prune, evaluate pruned,
-            finetune, save, evaluate finetuned; only those that there were), and their sum as `total`.
-        peak_memory_bytes: highest resident memory of the process.
-        peak_gpu_memory_bytes: highest memory of its tensors on GPUs, their peaks added up; 0 if it used none.
-        plugins: name, version and source of every plugin that was loaded.
-        versions: of the libraries that decide the result.
-        figures: `file`, inside the output folder, and `caption` of each figure that was drawn.
-        allocation: how sparsities were chosen; None when the recipe's rules gave their own.
-        finetune: how the kept weights were trained; None when they were not.
-        date: when the report was made, ISO 8601 with the offset from UTC.
-        command: that made the run.
-        hardware: system, processor, cores, memory and device.
-        calibration: `samples`, `sequence_length` and `seed`; empty without calibration text.
-        arithmetic: dtype of matmuls where blocks were run or trained; None when none were.
-        shrink: of the smaller model that was written, `parameters` before and after, `config`, the numbers before and
-            after by name, and `difference` from the pruned model, relative: the largest of what embeddings, each block
-            and the head compute; empty without `shrink`.
-        exports: `format`, `folder` and `bytes` of each format in which the model was written; of a file that was read
-            again `zeros`, their fraction in the blocks' linears, and `evaluation`, its perplexity.
-        base: the model whose difference from `model` was pruned, so that `sparsity`, everywhere, is the fraction of
-            weights that are the base's; empty where weights were pruned to zero.
-        unread: tensors of the checkpoint, and keys of a GGUF file, that nothing reads: they are not in the result.
-        targeted: fraction of the weights in the blocks' matrices that rules took; the others stay dense.
-    """
-
-    compressx: str
-    model: Mapping[str, Any]
-    sparsity: float
-    blocks: tuple[BlockReport, ...]
-    skipped: tuple[Mapping[str, str], ...]
+    compressx: str  # its version
+    model: Mapping[str, Any]  # the model source as the recipe gives it
+    sparsity: (
+        float  # fraction of zeros over all planned linears, counted; with a `base`, of weights that are the base's
+    )
+    blocks: tuple[BlockReport, ...]  # every pruned one, in the model's order
+    skipped: tuple[Mapping[str, str], ...]  # every linear or matrix that was not pruned, with the reason
+    # `dense`, `pruned` and, after fine-tuning, `finetuned`, each from a number's full name to its value, and `sample`
+    # with `prompt` and `text`; empty when the recipe evaluates nothing.
     evaluation: Mapping[str, Mapping[str, Any]]
-    seconds: Mapping[str, float]
-    peak_memory_bytes: int
-    plugins: tuple[Mapping[str, str | None], ...] = ()
-    versions: Mapping[str, str] = field(default_factory=dict)
-    figures: tuple[Mapping[str, str], ...] = ()
-    allocation: AllocationReport | None = None
+    seconds: Mapping[str, float]  # by stage, in the order of the run, and their sum as `total`
+    peak_memory_bytes: int  # highest resident memory of the process
+    plugins: tuple[Mapping[str, str | None], ...] = ()  # name, version and source of every plugin that was loaded
+    versions: Mapping[str, str] = field(default_factory=dict)  # of the libraries that decide the result
+    figures: tuple[Mapping[str, str], ...] = ()  # `file`, inside the output folder, and `caption` of each
+    allocation: AllocationReport | None = None  # None when the recipe's rules gave their own sparsities
     finetune: FinetuneReport | None = None
-    date: str = ""
+    date: str = ""  # when the report was made, ISO 8601 with the offset from UTC
     command: str = ""
-    hardware: str = ""
-    calibration: Mapping[str, int] = field(default_factory=dict)
-    arithmetic: Arithmetic | None = None
+    hardware: str = ""  # system, processor, cores, memory and device
+    calibration: Mapping[str, int] = field(default_factory=dict)  # `samples`, `sequence_length` and `seed`, if any
+    arithmetic: Arithmetic | None = None  # None where no block was run or trained
+    # Of the smaller model `parameters` before and after, `config`, the numbers before and after by name, and
+    # `difference` from the pruned model, relative: the largest of what embeddings, each block and the head compute.
     shrink: Mapping[str, Any] = field(default_factory=dict)
-    peak_gpu_memory_bytes: int = 0
-    unread: tuple[str, ...] = ()
+    peak_gpu_memory_bytes: int = 0  # highest memory of its tensors on GPUs, their peaks added up
+    unread: tuple[str, ...] = ()  # tensors of the checkpoint, and keys of a GGUF file, that are not in the result
+    # `format`, `folder` and `bytes` of each; of a file that was read again `zeros`, their fraction in the blocks'
+    # linears, and `evaluation`, its perplexity.
     exports: tuple[Mapping[str, Any], ...] = ()
-    base: str = ""
-    targeted: float = 1.0
+    base: str = ""  # the model whose difference from `model` was pruned; empty where weights were pruned to zero
+    targeted: float = 1.0  # fraction of the weights in the blocks' matrices that rules took; the others stay dense
 
     @property
     def layers(self) -> tuple[LayerReport, ...]:

@@ -152,9 +152,6 @@ def select(
 
     Returns:
         `keep` bool [out_features, n], scaled weights near the best on that support, zero elsewhere, and the steps.
-
-    Raises:
-        NotPositiveDefiniteError: as `prune`.
     """
     keep = seen = _choose(problems, targets)
     # Of each [out, n]: the sparse point where kept, the dual in units of the penalty elsewhere.
