@@ -53,7 +53,7 @@ class BlockReport:
     fqn: str  # fully qualified name; empty for linears outside the blocks
     layers: tuple[LayerReport, ...]
     seconds: float  # for observing, pruning, training and computing the next block's input
-    # Relative squared change of the block's output by its own pruning, with inputs from the pruned blocks before it, and
+    # Relative squared change of the block's output by its own pruning, with inputs from the pruned blocks before it,
     # before any reconstruction: the mean over the first tokens of the calibration text, which the pruner saw too. None
     # without such text and outside the blocks.
     output_error: float | None = None
@@ -134,9 +134,7 @@ class RunReport:
 
     compressx: str  # its version
     model: Mapping[str, Any]  # the model source as the recipe gives it
-    sparsity: (
-        float  # fraction of zeros over all planned linears, counted; with a `base`, of weights that are the base's
-    )
+    sparsity: float  # fraction of zeros over all planned linears, counted; with a `base`, of the base's weights
     blocks: tuple[BlockReport, ...]  # every pruned one, in the model's order
     skipped: tuple[Mapping[str, str], ...]  # every linear or matrix that was not pruned, with the reason
     # `dense`, `pruned` and, after fine-tuning, `finetuned`, each from a number's full name to its value, and `sample`
