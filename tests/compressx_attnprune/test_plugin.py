@@ -152,6 +152,13 @@ def test_heat_maps_show_the_head_whose_attention_changed_most(architecture: str,
     torch.testing.assert_close(before[head], recorded.attentions[-1, head, :tokens, :tokens], atol=1e-5, rtol=1e-4)
 
 
+def test_what_query_and_key_have_in_common_is_one_group_and_mask_mode_shows_the_loss_of_each_step(llama):
+    query, key = prune(llama, HALF, **OF_MODE["mask"]).values()
+    assert query.group == key.group == "query and key"
+    assert (query.info, [*query.images]) == (key.info, [*key.images])
+    assert {name: len(curve) for name, curve in query.history.items()} == {"mask": 5}
+
+
 # --- the text
 
 
