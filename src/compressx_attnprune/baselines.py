@@ -65,7 +65,9 @@ class InputStatistics:
 
 def wanda(weights: Pair, inputs: InputStatistics, budget: Budget) -> tuple[Pair, Pair]:
     """Keep the largest |W| ||x||_2 of each row (Wanda, arXiv 2306.11695); return masks and unchanged kept weights."""
-    query, key = (_row_ranks(wanda_scores(w, inputs.norms)) for w in weights)
+    scores = (wanda_scores(w, inputs.norms) for w in weights)
+    # The rank within the row; equal ranks of different rows are ordered by score.
+    query, key = (s.argsort(dim=1, stable=True).argsort(dim=1) + _unit_rank(s) for s in scores)
     keeps = budget.choose((query, key))
     return keeps, (weights[0] * keeps[0], weights[1] * keeps[1])
 
@@ -95,11 +97,6 @@ def sparsegpt(weights: Pair, inputs: InputStatistics, budget: Budget) -> tuple[P
 def sparsegpt_rows(weight: Tensor, inputs: InputStatistics, pattern: Pattern) -> tuple[Tensor, Tensor]:
     """Prune one weight [out_features, in_features] by SparseGPT; return its mask and the new weight."""
     return sweep(weight, inputs.factor, pattern, inputs.norms == 0)
-
-
-def _row_ranks(scores: Tensor) -> Tensor:
-    """Replace each score by its rank in its row; equal ranks of different rows are ordered by score."""
-    return scores.argsort(dim=1, stable=True).argsort(dim=1) + _unit_rank(scores)
 
 
 def _unit_rank(scores: Tensor) -> Tensor:

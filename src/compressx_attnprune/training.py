@@ -29,15 +29,8 @@ def learn_masks(
     Minimises 1/2 error / norm + regularization / 2 * (sum over the weights of mean M^2). Adam with clipping to [0, 1]
     and a cosine step size replaces the published momentum, whose fixed step diverges for small regularization.
 
-    Args:
-        gradients: of the objective.
-        x: inputs [sequences, tokens, in_features] in any float dtype; each step takes the next few sequences.
-        weights: the dense weights.
-        regularization: lambda.
-        steps: gradient steps; `STEPS` when absent.
-
-    Returns:
-        The masks, in the weights' shapes, and the relative error at each step.
+    Each step takes the next few of the inputs [sequences, tokens, in_features], in any float dtype. Returns the masks,
+    in the shapes of the dense weights, and the relative error at each step.
     """
     steps = steps or STEPS
     masks = [torch.ones_like(weight) for weight in weights]

@@ -33,14 +33,8 @@ def score_pruner(
     - `hessian`: X^T X over all calibration tokens, float32 [in_features, in_features].
 
     Without the last two the pruner needs no calibration. Keyword-only parameters are the options of a recipe; their
-    types are their annotations, or those of their defaults.
-
-    Args:
-        name: what a recipe writes after `pruner:`.
-        summary: one line for people; by default the first of the function's docstring.
-        groups: as for `PrunerSpec`, as are `nm` and `units`.
-        nm: as there.
-        units: as there.
+    types are their annotations, or those of their defaults. The other arguments are those of `PrunerSpec`; the summary
+    is by default the first line of the function's docstring.
 
     Returns:
         A decorator, which leaves the hook `compressx_pruners` in the place of the function: called without arguments,

@@ -69,11 +69,7 @@ def all_heads_of(
 ) -> AttentionRows:
     """Ask for all heads of one block: the one that an option names, or the first good one.
 
-    Args:
-        facts: with needles if `block` is `auto`.
-        block: its index, or `auto`.
-        score: from scores of one block [heads, queries, n] to scores of tokens [n].
-        queries: number of last tokens that are queries.
+    `score` is from scores of one block [heads, queries, n] to scores of tokens [n].
     """
     if block != "auto":
         return AttentionRows((block,), queries=queries)

@@ -6,7 +6,6 @@ Selects and reconstructs: given a mask of another pruner it only solves for the 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from torch import Tensor
 
@@ -44,13 +43,10 @@ class ALPS(HessianPruner[Options]):
         """Return what the errors of a linear's outputs count, [out_features, 1]; None for all alike."""
         return None
 
-    def limits(self) -> dict[str, Any]:
-        """Return `penalty` and `steps` of `admm.prune`, if not its defaults."""
-        return {}
-
     def _solved(self, problems: Mapping[str, admm.Problem]) -> dict[str, PruneResult]:
         results = {}
-        for name, solution in admm.prune(problems, **self.limits()).items():
+        limits = self.options.model_dump(include={"penalty", "steps"})  # which not all pruners of this kind have
+        for name, solution in admm.prune(problems, **limits).items():
             info = {
                 "linear_error": solution.error,
                 "steps": float(solution.steps),

@@ -8,7 +8,6 @@ on one scale then, so they can compete. Masks and weights are found by the solve
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from pydantic import Field
 from torch import Tensor
@@ -49,10 +48,6 @@ class SensitivityPruner(ALPS[SensitivityOptions]):
         rows = block.sensitivities[name].to(block.linears[name].weight.device)
         # Between linears in full: what a norm follows may have any scale, and only so does it not matter.
         return (rows.mean().pow(1 - self.options.rows) * rows.pow(self.options.rows))[:, None]
-
-    def limits(self) -> dict[str, Any]:
-        """Return the options of ADMM."""
-        return self.options.model_dump(include={"penalty", "steps"})
 
 
 def _check(block: Block, patterns: Mapping[str, Pattern], _options: object) -> None:
