@@ -76,3 +76,4 @@ def test_an_accelerator_is_waited_for_once_or_not_at_all(shape, waits, launches)
 def test_an_accelerator_drops_the_same_of_a_long_row_from_either_end(count):
     scores = random_scores(3, 2100, count, 300)
     assert torch.equal(_drop_lowest_on_device(scores, count), drop_lowest(scores, count))
+    assert torch.equal(drop_lowest(scores.long(), count), drop_lowest(scores, count))

@@ -104,6 +104,14 @@ def test_the_zeros_are_as_many_as_the_pattern_says(pattern):
     assert not solution.weight[~solution.keep].any()
 
 
+def test_with_fewer_tokens_than_features_the_error_is_below_that_of_sparsegpt():
+    weight, x = (t.float() for t in problem(rows=40, columns=64, tokens=20))
+    hessian, pattern = x.T @ x, Unstructured(0.7, "layer")
+    _, swept = sweep(weight, inverse_cholesky(hessian, 0.01)[0], pattern)
+    change = pruned(weight, hessian, pattern).weight - weight
+    assert squares(change, hessian) < 0.7 * squares(swept - weight, hessian)
+
+
 @pytest.mark.parametrize(
     ("pattern", "mix"), list(zip([*PATTERNS, PATTERNS[3]], [0.0, 0.003, 0.05, 0.01, 0.3], strict=True)), ids=str
 )
