@@ -329,7 +329,7 @@ def _backpropagate(
 def _centred(attention: Attention, k: Tensor) -> Tensor:
     """Subtract the mean key: softmax is invariant, and float32 loses less where keys share a large component.
 
-    Not where something sees the scores themselves: a softcap, or a sink, whose score stays.
+    Not where something sees the scores themselves: a softcap, or a sink, whose score is not shifted.
     """
     if attention.softcap is not None or attention.sinks is not None:
         return k

@@ -213,9 +213,9 @@ class Structured(_Pattern):
 
     Attributes:
         unit: which units.
-        sparsity: fraction of them that goes, in [0, 1).
+        sparsity: fraction of them that is removed, in [0, 1).
         units: those that this linear belongs to, which compete.
-        multiple: of which the number that stays is one; it divides the number of units.
+        multiple: of which the number that is kept is one; it divides the number of units.
     """
 
     unit: UnitKind
@@ -229,7 +229,7 @@ class Structured(_Pattern):
 
     @property
     def dropped(self) -> int:
-        """How many units go: of the multiples, the nearest to what the sparsity asks for."""
+        """How many units are removed: of the multiples, the nearest to what the sparsity asks for."""
         asked = count_dropped(self.sparsity, self.units.count)
         return round(asked / self.multiple) * self.multiple
 
@@ -238,7 +238,7 @@ class Structured(_Pattern):
         return True
 
     def at(self, sparsity: float) -> Structured:
-        """Return the pattern at the nearest sparsity at which one multiple goes and one is left; a single one is."""
+        """Return the pattern at the nearest sparsity that removes a multiple and keeps one; a single one is kept."""
         count, one = self.units.count, self.multiple
         return replace(self, sparsity=min(max(replace(self, sparsity=sparsity).dropped, one), count - one) / count)
 

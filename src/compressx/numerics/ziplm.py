@@ -188,17 +188,17 @@ def _refit(weight: Tensor, hessian: Tensor, kept: Tensor, damping: float) -> tup
     The Hessian X X^T [in_features, in_features] has a unit diagonal. Returns W' [out_features, in_features], and
     |(W' - W) X|^2 / |W X|^2, a scalar.
     """
-    stay, go = kept.nonzero().view(-1), (~kept).nonzero().view(-1)
-    lost, across = weight[:, go], hessian[go]
-    inner = hessian[stay[:, None], stay]
+    rest, gone = kept.nonzero().view(-1), (~kept).nonzero().view(-1)
+    lost, across = weight[:, gone], hessian[gone]
+    inner = hessian[rest[:, None], rest]
     damp_(inner, damping)
     factor, failed = torch.linalg.cholesky_ex(inner)
     if failed.item():
         raise NotPositiveDefiniteError(f"the Hessian of the kept columns has no factor with damping {damping:g}")
-    change = torch.cholesky_solve((lost @ across[:, stay]).T, factor).T
+    change = torch.cholesky_solve((lost @ across[:, rest]).T, factor).T
     new = weight.clone()
-    new[:, go] = 0.0
-    new[:, stay] += change
+    new[:, gone] = 0.0
+    new[:, rest] += change
     difference = new - weight
     size = (weight @ hessian * weight).sum()
     error = (difference @ hessian * difference).sum() / torch.where(size > 0, size, 1.0)
