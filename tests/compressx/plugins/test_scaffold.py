@@ -52,15 +52,11 @@ def test_a_new_package_offers_one_thing_of_its_name_and_says_so_in_its_metadata(
     (record,) = [r for r in load_plugins().records if r.name == "my-own"]
     offered = KINDS[kind][0]
     assert {key: names for key, names in record.offers.items() if names} == {offered.key: ("my-own",)}
+    text = "".join(path.read_text() for path in package.rglob("*") if path.is_file())
+    assert not re.search(r"@(?!hookimpl|score_pruner)\w+@?", text), "nothing of the template is left"
     metadata = (package / "pyproject.toml").read_text()
     assert f'description = "compressx plugin: the {offered.name} my-own"' in metadata
     assert '\nmy-own = "compressx_my_own"\n' in metadata
-
-
-def test_nothing_of_the_template_is_left_in_a_new_package(package: Path) -> None:
-    text = "".join(path.read_text() for path in package.rglob("*") if path.is_file())
-    assert not re.search(r"@(?!hookimpl|score_pruner)\w+@?", text)
-    assert len(list(package.rglob("*.*"))) == 4
 
 
 def test_a_new_packages_readme_shows_how_a_recipe_names_it(package: Path, project: Path, kind: str) -> None:
