@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,6 @@ from compressx.models.loading import dtype_of, load_skeleton
 from compressx.models.shards import OUTSIDE
 from compressx.models.streaming import open_base
 from compressx.planning.plan import Plan
-from compressx.recipe.rules import matches
 from compressx.report.section import Section
 from compressx.runtime.errors import ArtifactError, Mistakes, RecipeError, UnsupportedModelError, did_you_mean
 from compressx.stages.state import RunState, Stage
@@ -134,7 +134,7 @@ def _kept(model: torch.nn.Module, plan: Plan, glob: str) -> list[str]:
     """Return the names of the parameters, none of them pruned, that a glob of `base_keeps` names."""
     pruned = {f"{x.name}.weight" for x in plan.linears}
     every = [name for name, _ in model.named_parameters()]
-    names = [name for name in every if matches(glob, name)]
+    names = [name for name in every if fnmatchcase(name, glob)]
     experts = {n for n, x in architecture_of(model).linears.items() if x.expert is not None}
     taken = [name for name in names if name in pruned or any(n.startswith(f"{name}.") for n in experts)]
     if taken or not names:

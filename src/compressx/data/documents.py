@@ -333,14 +333,11 @@ _SHORT_NAMES: Mapping[str, tuple[str, str | None]] = {
 }
 """Datasets of the hub, each with its configuration."""
 
-_SPLITS: Mapping[Purpose, str] = {"calibration": "train", "evaluation": "test"}
-
 # A shard of C4 has about 150 million tokens; 8192 documents (four million tokens) give 1900 sequences of 2048 to draw
 # from. SparseGPT evaluates on the first 1100 validation documents. With a configuration, datasets would expect all
 # 1024 shards.
-_C4_SPLITS: Mapping[Purpose, str] = {"calibration": "train", "evaluation": "validation"}
+_C4: Mapping[Purpose, tuple[str, int]] = {"calibration": ("train", 8192), "evaluation": ("validation", 1100)}
 _C4_SHARDS = {"train": "en/c4-train.00000-of-01024.json.gz", "validation": "en/c4-validation.00000-of-00008.json.gz"}
-_C4_DOCUMENTS: Mapping[Purpose, int] = {"calibration": 8192, "evaluation": 1100}
 
 
 def documents(source: DatasetSource, purpose: Purpose) -> list[Document]:
@@ -471,14 +468,15 @@ def _python_docs(purpose: Purpose) -> list[str]:
 
 def _hub_rows(source: DatasetSource, purpose: Purpose) -> list[Document | None]:
     name = source.name or ""
-    split = source.split or (_C4_SPLITS if name == "c4" else _SPLITS)[purpose]
+    usual, first_rows = _C4[purpose] if name == "c4" else ("train" if purpose == "calibration" else "test", None)
+    split = source.split or usual
     path, config = _SHORT_NAMES.get(name, (name, None))
     config = source.config or config
     where = f"dataset {name!r} (" + (f"{config}, " if config else "") + f"split {split!r})"
     unreachable = ""
     try:
         with quiet_libraries(), nullcontext("") if Path(name).is_dir() else hub_or_cache() as unreachable:
-            rows = _load(path, config, split, source.revision, _C4_DOCUMENTS[purpose] if name == "c4" else None)
+            rows = _load(path, config, split, source.revision, first_rows)
             first: dict[str, Any] = next(iter(rows), {})
             if not first:
                 return []

@@ -14,7 +14,7 @@ from typing import NoReturn
 from compressx.api.names import kind_of
 from compressx.models.architecture import Architecture
 from compressx.recipe.document import Step
-from compressx.recipe.rules import Layers, Target, matches
+from compressx.recipe.rules import Layers, Target
 from compressx.recipe.schema import LoadedRecipe
 from compressx.runtime.errors import Mistakes, RecipeError, did_you_mean
 
@@ -150,12 +150,12 @@ def _matching(
         return [name for name in names if name in found.linears and found.block_of(name) in wanted]
     with loaded.at(*place):
         _refuse_interval(target)
-    return [name for name in names if matches(target, name)]
+    return [name for name in names if fnmatchcase(name, target)]
 
 
 def _names_outright(target: Target, name: str) -> bool:
     """Return whether `target` matches a name and spells out its last part, unlike a bare `*`."""
-    return not isinstance(target, Layers) and matches(target, name) and target.endswith(name.rsplit(".", 1)[-1])
+    return not isinstance(target, Layers) and fnmatchcase(name, target) and target.endswith(name.rsplit(".", 1)[-1])
 
 
 def _shown(target: Target) -> str:
@@ -200,6 +200,6 @@ def _kind(name: str) -> str:
 def matching_planned(glob: str, planned: Sequence[str]) -> list[str]:
     """Return the pruned linears that a glob matches."""
     _refuse_interval(glob)
-    if matched := [name for name in planned if matches(glob, name)]:
+    if matched := [name for name in planned if fnmatchcase(name, glob)]:
         return matched
     raise RecipeError(f"{glob!r} matches no pruned linear; {_similar(glob, planned)}")

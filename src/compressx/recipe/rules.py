@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from fnmatch import fnmatchcase
 from typing import Annotated, Any, TypeAlias
 
 from pydantic import (
@@ -51,11 +50,6 @@ class Layers(Strict):
 
 
 Target: TypeAlias = Annotated[Annotated[str, Tag("plain")] | Annotated[Layers, Tag("mapping")], PLAIN_OR_MAPPING]
-
-
-def matches(glob: str, name: str) -> bool:
-    """Return whether a glob matches a linear's whole name."""
-    return fnmatchcase(name, glob)
 
 
 def _pattern(value: object) -> object:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,6 @@ from compressx.models.loading import load_skeleton
 from compressx.models.streaming import free_memory, open_model
 from compressx.planning.plan import Plan
 from compressx.planning.targets import matching_planned
-from compressx.recipe.rules import matches
 from compressx.recipe.schema import LoadedRecipe, Recipe
 from compressx.recipe.sections import Finetune
 from compressx.recipe.sources import ModelSource
@@ -183,7 +183,7 @@ def _trained_weights(settings: Finetune, planned: Plan) -> int:
     """Count the weights that fine-tuning trains, dropped ones included; without gains of norms and biases."""
     if settings.lora is None:
         return sum(x.weights for x in planned.linears)
-    adapted = [x for x in planned.linears if any(matches(target, x.name) for target in settings.lora.targets)]
+    adapted = [x for x in planned.linears if any(fnmatchcase(x.name, target) for target in settings.lora.targets)]
     return settings.lora.rank * sum(sum(x.shape) for x in adapted)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,6 @@ from compressx.masks.adapters import mask_adapters, merge_adapters
 from compressx.masks.maskset import MaskSet
 from compressx.models.architecture import linears_of
 from compressx.numerics.masked import zeroed
-from compressx.recipe.rules import matches
 from compressx.recipe.sections import Lora
 from compressx.runtime.errors import ArtifactError, CalibrationError
 from compressx.runtime.finite import first_damaged
@@ -99,7 +99,7 @@ def _adapters(model: Any, masks: MaskSet, lora: Lora, seed: int) -> Iterator[Non
     """Add adapters, and merge them afterwards; after an error only remove them."""
     from peft import LoraConfig, get_peft_model
 
-    names = [name for name in masks if any(matches(target, name) for target in lora.targets)]
+    names = [name for name in masks if any(fnmatchcase(name, target) for target in lora.targets)]
     transposed = not isinstance(model.get_submodule(names[0]), nn.Linear)
     with torch.random.fork_rng(devices=[]), quiet_libraries():
         torch.manual_seed(seed % 2**63)

@@ -187,7 +187,7 @@ def every(place: str, *texts: str | bytes) -> list[tuple[str | bytes, str]]:
       'as "2:4"; 4:4 keeps 4 of 4; to prune nothing, leave the linear out of targets'),
      *((swapped("2:4", written), f'8:41: prune[1].pattern is {shown}; expected an N:M pattern, "2:4": of every 4 input '
         "features 2 are kept; or units: neurons, kv-groups, experts, blocks")
-       for written, shown in (("124", "124"), ("²:4", "'²:4'"), ("[2, 4]", "a list"))),
+       for written, shown in (("²:4", "'²:4'"), ("[2, 4]", "a list"))),
      (swapped('["*.q_proj"]', '"*"'), "4:5: prune[0].targets is '*'; expected a list, such as "
       '["*.q_proj", "*.k_proj"]: linears by glob'),
      (swapped('["*.q_proj"]', "[]"), "4:5: prune[0].targets is an empty list; expected a length of at least 1"),
@@ -275,11 +275,7 @@ def every(place: str, *texts: str | bytes) -> list[tuple[str | bytes, str]]:
      ("a: &a [*a]", "1:4: nested more than 40 levels deep"),
      ("a:\n\t- b", "2:1: not YAML: while scanning for the next token, found character '\\t' that"),
      ("a: [1", "1:6: not YAML: while parsing a flow sequence at r.yaml:1:4, expected ',' or ']', but got"),
-     ("a: - b", "1:4: not YAML: sequence entries are not allowed here"),
-     ("a: 'b\nc: 1", "2:5: not YAML: while scanning a quoted scalar at r.yaml:1:4, found unexpected end of stream"),
      ("a\n---\nb", "2:1: not YAML: expected a single document in the stream at r.yaml:1:1, but found another document"),
-     ("%YAML 2.0\n--- a", "1:1: not YAML: found incompatible YAML document"),
-     ("a: *a", "1:4: not YAML: found undefined alias 'a'"),
      ("targets: *.q_proj", "1:11: not YAML: while scanning an alias at r.yaml:1:10, expected alphabetic or numeric "
       """character, but found '.'; text that begins with * needs quotes, such as "*.q_proj\"""")],
 )  # fmt: skip
