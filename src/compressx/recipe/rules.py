@@ -91,9 +91,7 @@ class Rule(Strict):
     """One pruning rule. The first rule whose targets match a linear takes it."""
 
     targets: list[Target] = Field(
-        min_length=1,
-        description="linears by glob over fully qualified names, or by layers",
-        examples=[["*.q_proj", "*.k_proj"]],
+        min_length=1, description="linears, by glob over whole names or by layers", examples=[["*.q_proj", "*.k_proj"]]
     )
     pruner: str = Field(description="name of the pruner that selects weights")
     sparsity: StrictFloat | None = Field(
@@ -101,15 +99,10 @@ class Rule(Strict):
     )
     group: Group | None = Field(None, description="which weights share the budget; the pruner's own when absent")
     pattern: PatternField | None = Field(
-        None,
-        description='N:M, such as "2:4"; with allocation N is chosen. Or units of the architecture that are removed '
-        "whole, of which sparsity is the fraction: neurons, kv-groups, experts, blocks",
+        None, description='N:M, such as "2:4", or units to remove whole: neurons, kv-groups, experts, blocks'
     )
     multiple: StrictInt | None = Field(
-        None,
-        ge=1,
-        description="of which the number of kept neurons is a multiple; 32 when absent, where it divides the "
-        "number of all, else 1",
+        None, ge=1, description="the number of kept neurons is a multiple of it; 32 when absent, if it divides all"
     )
     reconstruct: ReconstructionField | None = Field(None, description="pruner that updates the kept weights")
     options: dict[str, Any] = Field(default_factory=dict, description="the pruner's own options")

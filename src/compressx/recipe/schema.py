@@ -47,26 +47,21 @@ class Recipe(Strict):
     model: ModelField
     base: ModelField | None = Field(
         None,
-        description="model that `model` was fine-tuned from: rules prune the difference, and what they drop becomes "
-        "the base's weight",
+        description="model that `model` was fine-tuned from: rules prune the difference",
         examples=["HuggingFaceTB/SmolLM2-135M"],
     )
     base_keeps: list[str] | None = Field(
         None,
         min_length=1,
-        description="other parameters that become the base's, by glob over their names; without it embeddings, norms "
-        "and biases stay as they were fine-tuned",
+        description="other parameters that become the base's, by glob",
         examples=[["*embed_tokens*", "*norm*"]],
     )
     compute_dtype: ComputeDtype = Field(
-        "auto",
-        description="dtype of matmuls while blocks are run on text or trained; weights, statistics, pruners "
-        "and evaluation keep theirs. auto: that of the weights, or one that this machine multiplies 1.5 times as fast: "
-        "float32 for 16-bit weights; with reconstruct_block or finetune also bfloat16",
+        "auto", description="dtype of matmuls of blocks; auto: the weights', or one that is 1.5 times as fast here"
     )
     calibration: Calibration | None = Field(
         None,
-        description="required by every pruner except magnitude",
+        description="text that all pruners but magnitude observe",
         examples=[{"dataset": "wikitext", "samples": 128}],
     )
     prune: list[Rule] = Field(
@@ -85,15 +80,9 @@ class Recipe(Strict):
         description="chooses the rules' sparsities; without it each rule gives its own",
         examples=[{"method": "attention-aware", "target": 0.5}],
     )
-    shrink: StrictBool = Field(
-        False,
-        description="write the smaller dense model that is left when units are pruned whole, instead of one of the "
-        "original size with zeros; needs rules with pattern: neurons, kv-groups, experts or blocks",
-    )
+    shrink: StrictBool = Field(False, description="write the smaller dense model, without units pruned whole")
     reconstruct_block: ReconstructBlock | None = Field(
-        None,
-        description="trains the kept weights of each block after it is pruned",
-        examples=[{"passes": 4}],
+        None, description="trains the kept weights of each block after it is pruned", examples=[{"passes": 4}]
     )
     finetune: Finetune | None = Field(
         None, description="trains the kept weights of the whole model, with masks held", examples=[{"steps": 200}]
@@ -105,15 +94,13 @@ class Recipe(Strict):
     )
     select_tokens: SelectTokens | None = Field(
         None,
-        description="which tokens of a long prompt the pruned model reads: in evaluate.needle and in lm_eval's tasks "
-        "that generate text, and by default in compressx generate",
+        description="which tokens of a long prompt the pruned model reads",
         examples=[{"selector": "retrieval-heads", "keep": 0.125}],
     )
     export: list[FormatField] = Field(
         default=[ExportFormat(format="safetensors")],
         min_length=1,
-        description="formats in which the pruned model is written: safetensors into the folder model, others into a "
-        "folder of their name in exports",
+        description="formats in which the pruned model is written",
         examples=[["safetensors", "packed"]],
     )
     deterministic: StrictBool = Field(

@@ -27,14 +27,8 @@ SizeField = Annotated[ByteSize, Field(ge=1000), WithJsonSchema({"type": ["string
 class Calibration(Draw):
     """The text whose activations guide pruning."""
 
-    batch_size: StrictInt = Field(
-        4, ge=1, description="sequences per forward pass; with reconstruct_block it affects the result"
-    )
-    memory_limit: SizeField | None = Field(
-        None,
-        description="size, such as 4GB, above which hidden states (and the gradients of an allocation) are kept in "
-        "files beside the output; null keeps them in memory",
-    )
+    batch_size: StrictInt = Field(4, ge=1, description="sequences per forward pass; reconstruct_block depends on it")
+    memory_limit: SizeField | None = Field(None, description="hidden states above it, such as 4GB, are kept in files")
 
     @model_validator(mode="after")
     def _some_text(self) -> Calibration:
@@ -60,9 +54,7 @@ _MEASURED_ON = "the first calibration sequences to measure with"
 class TargetBudget(Strict):
     """How small the model has to become, in place of a fraction of zeros; with rules of units only."""
 
-    parameters: StrictFloat | None = Field(
-        None, gt=0, lt=1, description="fraction of all the model's parameters that are kept, at most; 0.8 is 80%"
-    )
+    parameters: StrictFloat | None = Field(None, gt=0, lt=1, description="fraction of them to keep, at most")
     bytes: SizeField | None = Field(None, description="size of the GGUF file that is exported, at most, such as 120MB")
 
     @model_validator(mode="after")
@@ -99,11 +91,7 @@ class _Measuring(Strict):
     sparsities: list[Annotated[StrictFloat, Field(gt=0, le=MAX_SPARSITY)]] = Field(
         default=[0.3, 0.5, 0.7, 0.9], min_length=2, description="sparsities to measure, increasing; 0.5 is 50%"
     )
-    samples: StrictInt = Field(
-        24,
-        ge=2,
-        description=f"{_MEASURED_ON}; divergences are measured on the last quarter, which the pruners do not see",
-    )
+    samples: StrictInt = Field(24, ge=2, description=f"{_MEASURED_ON}; the pruners do not see the last quarter")
 
     measures: ClassVar[str] = "divergences"
 
@@ -168,10 +156,7 @@ class SelectTokens(Strict):
     """Which tokens of a prompt the model reads."""
 
     selector: str = Field(description="name of the token selector", examples=["retrieval-heads"])
-    keep: Keep = Field(
-        description="tokens of a prompt to keep: a number, or a fraction of it, but never fewer than are protected",
-        examples=[0.125],
-    )
+    keep: Keep = Field(description="tokens of a prompt to keep: a number, or a fraction of it", examples=[0.125])
     options: dict[str, Any] = Field(default_factory=dict, description="the selector's own options")
     protect: Protect = Field(default_factory=Protect, description="tokens that are always kept")
 
@@ -180,13 +165,7 @@ class ReconstructBlock(Strict):
     """Training of each pruned block's kept weights to match the dense block's output."""
 
     passes: StrictInt = Field(4, ge=1, description="passes over the calibration text for each block")
-    learning_rate: StrictFloat = Field(
-        0.015,
-        gt=0,
-        le=1,
-        description="about the largest step of a weight, as a fraction of its tensor's root mean square; it rises, "
-        "then falls as a cosine",
-    )
+    learning_rate: StrictFloat = Field(0.015, gt=0, le=1, description="relative to each tensor's root mean square")
     batch_size: StrictInt = Field(4, ge=1, description="sequences per step; a multiple of calibration.batch_size")
 
 
@@ -209,41 +188,20 @@ class Finetune(TextSources):
     """Training of the pruned model with its masks held."""
 
     steps: StrictInt | None = Field(None, ge=1, description="optimizer steps; 200 when absent, without minutes")
-    minutes: StrictFloat | None = Field(
-        None, gt=0, description="time to train, in place of steps; the number of steps then depends on the machine"
-    )
-    learning_rate: StrictFloat = Field(
-        4e-4,
-        gt=0,
-        description="about the largest step of a weight, as a fraction of its tensor's root mean square, or of an "
-        "adapter itself; reached at the end of the warmup, then a cosine decreases it to 0",
-    )
+    minutes: StrictFloat | None = Field(None, gt=0, description="time to train, in place of a number of steps")
+    learning_rate: StrictFloat = Field(4e-4, gt=0, description="as in reconstruct_block; of adapters absolute")
     teacher: Teacher = Field(
-        "dense",
-        description="dense: distillation from the recipe's model as it was; none: next-token prediction; another model "
-        "with the same vocabulary, such as {path: FOLDER}, if the recipe's is pruned already",
+        "dense", description="dense: the recipe's model as it was; none: next-token prediction; or another model"
     )
     norms: StrictBool = Field(False, description="train the gains of norms")
-    lora: Lora | None = Field(
-        None, description="train LoRA adapters instead of the weights, merged at the end", examples=[{"rank": 16}]
-    )
+    lora: Lora | None = Field(None, description="train adapters, merged at the end", examples=[{"rank": 16}])
     samples: StrictInt | None = Field(None, ge=1, description="sequences drawn from `dataset`; 128 when absent")
-    sequence_length: StrictInt | None = Field(
-        None, ge=2, description="tokens in a sequence of `dataset`; 2048 when absent"
-    )
-    bos: Bos | None = Field(
-        None, description="begin each sequence of `dataset` with the tokenizer's BOS token; auto when absent"
-    )
+    sequence_length: StrictInt | None = Field(None, ge=2, description="tokens in a sequence; 2048 when absent")
+    bos: Bos | None = Field(None, description="begin each sequence with the tokenizer's BOS token; auto when absent")
     batch_size: StrictInt = Field(4, ge=1, description="sequences per step")
-    held_out: StrictInt = Field(
-        8,
-        ge=0,
-        description="sequences, at most an eighth of all, that are not trained on and decide which weights are kept",
-    )
+    held_out: StrictInt = Field(8, ge=0, description="sequences, at most an eighth, that choose the best weights")
     seed: StrictInt = Field(0, ge=0, lt=2**63, description="seed of the draw, the order of the sequences and dropout")
-    gradient_checkpointing: StrictBool = Field(
-        True, description="compute each block again in the backward pass instead of keeping its activations"
-    )
+    gradient_checkpointing: StrictBool = Field(True, description="compute activations again in the backward pass")
 
     @property
     def total_steps(self) -> int:

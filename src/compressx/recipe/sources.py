@@ -41,9 +41,7 @@ class ModelSource(Strict):
     )
     trust_remote_code: StrictBool = Field(False, description="run Python code that comes with the model")
     streaming: Streaming = Field(
-        "auto",
-        description="keep weights on disk and load one decoder block at a time; auto: if the model would take more "
-        "than half of the free memory",
+        "auto", description="keep weights on disk; auto: if the model would take more than half of the free memory"
     )
 
     @property
@@ -85,9 +83,7 @@ class DatasetSource(Strict):
     json_path: str | None = Field(None, alias="json", description="path or glob of JSON-lines files or JSON arrays")
     generate: Generate | None = Field(None, description="text that the dense model itself writes; not to evaluate")
     field: str | None = Field(
-        None,
-        description="field that holds the text, or chats as lists of {role, content} or {from, value}; when absent "
-        "`text`, else `messages`, else `conversations`",
+        None, description="field of the text or chats; when absent `text`, else `messages`, else `conversations`"
     )
 
     @model_validator(mode="after")
@@ -116,9 +112,7 @@ def datasets_in(value: object, place: Location = ()) -> Iterator[tuple[Location,
 class WeightedSource(DatasetSource):
     """One of several sources of text. In a recipe, a plain string means `name`."""
 
-    weight: StrictFloat = Field(
-        1.0, gt=0, allow_inf_nan=False, description="share of the sequences, relative to the other datasets' weights"
-    )
+    weight: StrictFloat = Field(1.0, gt=0, allow_inf_nan=False, description="share of the sequences, beside the others")
 
 
 _as_model, _as_dataset = partial(long_form, ("model",)), partial(long_form, ("dataset",))

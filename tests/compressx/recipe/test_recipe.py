@@ -189,7 +189,7 @@ def every(place: str, *texts: str | bytes) -> list[tuple[str | bytes, str]]:
         "features 2 are kept; or units: neurons, kv-groups, experts, blocks")
        for written, shown in (("²:4", "'²:4'"), ("[2, 4]", "a list"))),
      (swapped('["*.q_proj"]', '"*"'), "4:5: prune[0].targets is '*'; expected a list, such as "
-      '["*.q_proj", "*.k_proj"]: linears by glob'),
+      '["*.q_proj", "*.k_proj"]: linears, by glob'),
      (swapped('["*.q_proj"]', "[]"), "4:5: prune[0].targets is an empty list; expected a length of at least 1"),
      (swapped('["*.q_proj"]', "[1]"), "4:15: prune[0].targets[0] is 1; expected text (numbers, true and null"),
      (swapped('["*.q_proj"]', "[{layers: b}]"), "4:16: prune[0].targets[0].layers is 'b'; expected a whole number or "
