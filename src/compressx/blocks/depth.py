@@ -220,7 +220,7 @@ def refuse_needed(model: Any, dropped: Collection[str]) -> None:
 
 def decide_whole(block: Block, depth: PlannedDepth, names: Sequence[str]) -> dict[str, PruneResult]:
     """Return what a rule that drops whole blocks means for its linears in one of them: all zeros, or all weights."""
-    kept, results = block.fqn not in depth.dropped, {}
+    kept, results = block.fqn not in depth.chosen, {}
     for name in names:
         weight, bias = block.linears[name].held, block.linears[name].bias
         keep = torch.full(weight.shape, kept, device=weight.device)

@@ -311,7 +311,7 @@ def pack_command(model: Path, output: Path | None, base: str | None, as_json: bo
 
     if find_local(model).is_file():
         raise UnsupportedModelError(f"{model} is a GGUF file, which has a format of its own; pack reads safetensors")
-    _rewrite(pack_folder, model, output or _beside(model, "packed"), base, as_json=as_json)
+    _rewrite(pack_folder, model, output, "packed", base, as_json=as_json)
 
 
 @click.command("unpack", epilog="Example: compressx unpack runs/one-packed")
@@ -325,21 +325,20 @@ def unpack_command(folder: Path, output: Path | None, base: str | None, as_json:
     from compressx.models.packed_folder import unpack_folder
 
     find_local(folder)
-    _rewrite(unpack_folder, folder, output or _beside(folder, "unpacked"), base, as_json=as_json)
+    _rewrite(unpack_folder, folder, output, "unpacked", base, as_json=as_json)
 
 
-def _beside(folder: Path, ending: str) -> Path:
-    resolved = folder.resolve()  # `.` has no name
-    return resolved.with_name(f"{resolved.name}-{ending}")
-
-
-def _rewrite(write: Callable[..., Sizes], folder: Path, output: Path, base: str | None, *, as_json: bool) -> None:
-    """Pack or unpack a folder, and print the sizes."""
+def _rewrite(
+    write: Callable[..., Sizes], folder: Path, output: Path | None, ending: str, base: str | None, *, as_json: bool
+) -> None:
+    """Pack or unpack a folder, by default into one beside it, and print the sizes."""
     from compressx.cli import tables, terminal
     from compressx.models.checkpoint import find_base
     from compressx.report.section import Section
 
     begin, against = time.perf_counter(), None if base is None else find_base(base)
+    whole = folder.resolve()  # `.` has no name
+    output = output or whole.with_name(f"{whole.name}-{ending}")
     with terminal.under_way() as tell:
         sizes = write(folder, output, base=against, progress=tell)
     seconds = time.perf_counter() - begin

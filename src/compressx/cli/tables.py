@@ -146,31 +146,22 @@ def of_inspection(found: Inspection) -> Iterator[Section]:
     for kind, some in kinds.items():
         changes = [(x.change, x.unchanged) for x in some if x.change is not None and x.unchanged is not None]
         medians = map(statistics.median, zip(*changes, strict=True)) if changes else (None, None)
-        sums.append((kind, _patterns(some), len(some), share_of_zeros(some), *medians))
+        own = [*dict.fromkeys(x.pattern for x in some)]
+        patterns = ", ".join(own if len(own) <= 3 else [*own[:2], f"{len(own) - 2} others"])
+        sums.append((kind, patterns, len(some), share_of_zeros(some), *medians))
     yield Section(table=table(["module", "patterns", Column("linears", "d"), _SPARSITY, *_CHANGES], sums))
     counted = f"sparsity {found.sparsity:.2%} of {len(found.linears)} linears"
     yield Section(note=f"{found.folder}: {counted}{found.compared}")
 
 
-def _patterns(linears: Sequence[Inspected]) -> str:
-    """Name the patterns of some linears, three at most: each may have its own."""
-    patterns = list(dict.fromkeys(x.pattern for x in linears))
-    return ", ".join(patterns if len(patterns) <= 3 else [*patterns[:2], f"{len(patterns) - 2} others"])
-
-
 def of_packed(sizes: Sizes) -> Iterator[Section]:
     """Yield the sizes of a packed model's tensors, by what is left out of them, and of its files."""
-    rows: list[tuple[Value, ...]] = []
     kinds = {"tensors that differ": [tensor for tensor in sizes.tensors if tensor.differs]} if sizes.needs else {}
     for kind, masked in (("tensors with zeros", True), ("other tensors", False)):
         kinds[kind] = [tensor for tensor in sizes.tensors if tensor.masked == masked and not tensor.differs]
-    for kind, some in kinds.items():
-        rows.append((kind, *_share(sum(t.bytes for t in some), sum(t.packed_bytes for t in some))))
-    rows.append(("files of weights", *_share(sizes.bytes, sizes.packed_bytes)))
-    rows.append(("the whole folder", *_share(sizes.bytes + sizes.other_bytes, sizes.packed_bytes + sizes.other_bytes)))
+    rows = [(kind, sum(t.bytes for t in some), sum(t.packed_bytes for t in some)) for kind, some in kinds.items()]
+    rows.append(("files of weights", sizes.bytes, sizes.packed_bytes))
+    rows.append(("the whole folder", sizes.bytes + sizes.other_bytes, sizes.packed_bytes + sizes.other_bytes))
+    shares = [(kind, dense / 1e6, packed / 1e6, packed / dense if dense else None) for kind, dense, packed in rows]
     columns = [Column("dense, MB", ".1f"), Column("packed, MB", ".1f"), Column("packed / dense", ".2%")]
-    yield Section(f"Packed: {sizes.folder}", table=table(["", *columns], rows), note=sizes.needs)
-
-
-def _share(dense: int, packed: int) -> tuple[Value, ...]:
-    return dense / 1e6, packed / 1e6, packed / dense if dense else None
+    yield Section(f"Packed: {sizes.folder}", table=table(["", *columns], shares), note=sizes.needs)

@@ -41,11 +41,6 @@ class PlannedRule:
         """The pruner's name, and after a `+` the reconstructor's."""
         return "+".join(spec.name for spec, _ in self.pruners)
 
-    @property
-    def reads_sensitivities(self) -> bool:
-        """Whether one of its pruners reads `Block.sensitivities`."""
-        return any(spec.reads_sensitivities for spec, _ in self.pruners)
-
     def build(self) -> tuple[AnyPruner, ...]:
         """Make the selecting pruner and, if there is one, the reconstructing one."""
         return tuple(_built(spec, options, Pruner) for spec, options in self.pruners)
@@ -115,18 +110,13 @@ class PlannedDepth:
     chosen: Mapping[str, float] = field(default_factory=dict)
     solved: Mapping[str, tuple[Tensor, float]] = field(default_factory=dict)
 
-    @property
-    def dropped(self) -> tuple[str, ...]:
-        """The names of the removed blocks; none until they are measured."""
-        return tuple(self.chosen)
-
     def to_dict(self) -> dict[str, Any]:
         """Return what `plan.json` says of it."""
         return {
             "pruner": self.rule.label,
             "pattern": str(self.pattern),
             "count": self.pattern.dropped,
-            "dropped": [*self.dropped],
+            "dropped": [*self.chosen],
             "scores": {**self.scores},
             "divergences": {**self.chosen},
         }
@@ -181,8 +171,8 @@ class Plan:
 
     @property
     def dropped(self) -> tuple[str, ...]:
-        """The names of the removed blocks."""
-        return () if self.depth is None else self.depth.dropped
+        """The names of the removed blocks; none until they are measured."""
+        return () if self.depth is None else tuple(self.depth.chosen)
 
     @property
     def pieces(self) -> int:
@@ -197,7 +187,8 @@ class Plan:
     @property
     def sensitive(self) -> set[str]:
         """The names of the linears in blocks whose sensitivities a pruner reads."""
-        return {x.name for x in self.linears if x.block and x.rule.reads_sensitivities}
+        inside = [x for x in self.linears if x.block]
+        return {x.name for x in inside if any(spec.reads_sensitivities for spec, _ in x.rule.pruners)}
 
     @property
     def reads_gradients(self) -> bool:
@@ -221,7 +212,7 @@ class Plan:
         assert self.depth is not None  # noqa: S101 - blocks are measured because a rule drops some
         depth = replace(self.depth, scores=dict(scores), chosen=dict(chosen))
         linears = tuple(
-            replace(x, rule=depth.rule, pattern=depth.pattern) if x.block in depth.dropped else x for x in self.linears
+            replace(x, rule=depth.rule, pattern=depth.pattern) if x.block in depth.chosen else x for x in self.linears
         )
         # Where nothing else is decided, no hidden states are needed any more.
         asked = self.block_training is not None or any(x.rule != depth.rule for x in linears)
