@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -304,10 +305,22 @@ def test_a_model_that_is_not_there_hides_no_other_mistake_and_makes_none(project
     assert pruner.startswith("<dict>:prune[0].pruner: no pruner 'wnda'")
 
 
-def test_an_interrupted_run_is_refused_before_the_model_is_looked_for(model, project):
-    stopped(recipe(model), after=1)
+def test_an_interrupted_run_is_refused_before_the_model_is_looked_for_and_may_be_removed_meanwhile(
+    model, project, monkeypatch
+):
+    left = stopped(recipe(model), after=1)
     with pytest.raises(ArtifactError, match=r"^<dict>:output: an earlier run .* continue with --resume"):
         run(recipe(project / "nowhere"))
+    whole = Path.rglob
+
+    def removed_under_way(folder: Path, pattern: str) -> Iterator[Path]:
+        for file in whole(folder, pattern):
+            yield file
+            shutil.rmtree(folder, ignore_errors=True)
+
+    monkeypatch.setattr(Path, "rglob", removed_under_way)
+    plan(recipe(model))
+    assert not left.exists(), "its files are not counted as free"
 
 
 def test_a_plan_loads_neither_weights_nor_text(model, project):
