@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from compressx.api.patterns import NM, keep_mask
 from compressx.masks.maskset import MaskEntry, MaskSet, weight_sha256
+from compressx.testing import tiny_model
+
+KINDS = [("llama", torch.bfloat16), ("llama-tied", torch.float32), ("gpt2", torch.bfloat16), ("opt", torch.float32)]
+"""Architectures and dtypes that masks are tried with."""
 
 
 def out_in(module: nn.Module) -> torch.Tensor:
@@ -25,3 +31,11 @@ def two_of_four(model: nn.Module) -> MaskSet:
             for name, w in linears.items()
         }
     )
+
+
+def pruned(architecture: str = "llama", **given: Any) -> tuple[Any, MaskSet]:
+    """Return a tiny model with its masks applied, and them."""
+    model = tiny_model(architecture, **given)
+    masks = two_of_four(model)
+    masks.apply(model)
+    return model, masks

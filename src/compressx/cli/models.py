@@ -279,11 +279,11 @@ def export_command(
     --type and --like are short for --set type=VALUE and --set like=FILE.
     """
     from compressx.cli import terminal
-    from compressx.evaluation.saved import export_saved, gguf_of
+    from compressx.evaluation.saved import export_saved, single_file_of
     from compressx.recipe.document import assignments
 
     if like is not None and Path(like).suffix in {".yaml", ".yml"}:
-        like = str(gguf_of(Path(like)))
+        like = str(single_file_of(Path(like)))
     short = {"type": kind, "like": like}
     given = assignments(options) | {key: value for key, value in short.items() if value is not None}
     begin = time.perf_counter()

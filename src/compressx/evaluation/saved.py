@@ -54,7 +54,7 @@ def source_of(
     model: str, *, dtype: str = "auto", revision: str | None = None, trust_remote_code: bool = False,
     base: str | None = None,
 ) -> ModelSource:  # fmt: skip
-    """Parse a model argument: an output folder, a model folder, a .gguf file or a hub id."""
+    """Parse a model argument: an output folder, a model folder, a GGUF file or a hub id."""
     source = _SOURCE.validate_python(model)
     if revision is not None and source.id is None:
         raise RecipeError(f"--revision {revision}: {model} is a path, and only hub models have revisions")
@@ -200,7 +200,7 @@ def export_saved(
     return sum(path.stat().st_size for path in (output, *output.rglob("*")) if path.is_file()), told
 
 
-def gguf_of(recipe: Path) -> Path:
+def single_file_of(recipe: Path) -> Path:
     """Return the GGUF file that a recipe prunes; it is downloaded if need be."""
     checkpoint = find_checkpoint(load_recipe(recipe).recipe.model)
     if checkpoint.file is None:

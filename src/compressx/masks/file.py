@@ -135,7 +135,8 @@ class PackedMasks(Mapping[str, MaskEntry]):
             name: _StoredMask(shape=[*e.keep.shape], pattern=e.pattern, pruner=e.pruner, sha256=e.sha256, base=e.base)
             for name, e in entries.items()
         }
-        return cls(stored, {name: _pack(entry.keep.cpu()) for name, entry in entries.items()})
+        bits = {name: np.packbits(entry.keep.cpu().numpy(), bitorder="little") for name, entry in entries.items()}
+        return cls(stored, {name: torch.from_numpy(x) for name, x in bits.items()})
 
     @classmethod
     def joined(cls, parts: Iterable[PackedMasks]) -> PackedMasks:
@@ -146,7 +147,10 @@ class PackedMasks(Mapping[str, MaskEntry]):
 
     def __getitem__(self, name: str) -> MaskEntry:
         mask = self._stored[name]
-        return MaskEntry(_unpack(self._packed[name], mask.shape), mask.pattern, mask.pruner, mask.sha256, mask.base)
+        rows, columns = mask.shape
+        flat = np.unpackbits(self._packed[name].numpy(), count=rows * columns, bitorder="little")
+        keep = torch.from_numpy(flat).bool().view(rows, columns)
+        return MaskEntry(keep, mask.pattern, mask.pruner, mask.sha256, mask.base)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._stored)
@@ -177,7 +181,6 @@ def _read(path: Path) -> tuple[dict[str, _StoredMask], dict[str, Tensor]]:
     packed = {}
     for name, mask in header.masks.items():
         stored, last = layout.tensors[f"{name}.mask"], mask.shape[0] * mask.shape[1] % 8
-        wrong = ""
         if (stored.dtype, stored.shape) != ("U8", [_length(mask)]):
             wrong = f"is stored as {stored}, expected U8 {[_length(mask)]} for shape {mask.shape}"
         else:
@@ -242,16 +245,6 @@ class WeightHashes:
 
 def _length(mask: _StoredMask) -> int:
     return -(-mask.shape[0] * mask.shape[1] // 8)
-
-
-def _pack(keep: Tensor) -> Tensor:
-    """Pack bool [out, in] into uint8 [ceil(out * in / 8)], least significant bit first."""
-    return torch.from_numpy(np.packbits(keep.numpy(), bitorder="little"))
-
-
-def _unpack(bits: Tensor, shape: list[int]) -> Tensor:
-    flat = np.unpackbits(bits.numpy(), count=shape[0] * shape[1], bitorder="little")
-    return torch.from_numpy(flat).bool().view(*shape)
 
 
 def _digest(stored: Mapping[str, _StoredMask], packed: Iterable[Mapping[str, Tensor]]) -> str:

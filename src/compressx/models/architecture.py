@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -29,9 +28,6 @@ _COMPUTED = {
 
 _PLAIN_CLASSES = frozenset(("Tensor", "Parameter"))
 """Names of the classes that weights may be of."""
-
-_DEPTH = re.compile("layer|block|depth|stage", re.IGNORECASE)
-"""Names under which configs keep their number of decoder blocks."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,11 +104,15 @@ def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
     fitting = {n: m for n, m in outermost.items() if len(m) == depth and any(True for _ in m.parameters())}
     if len(fitting) != 1:
         found = ", ".join(f"{n} ({len(m)})" for n, m in outermost.items()) or "none"
-        count, lacks = ("", ", which it lacks") if depth is None else (f"{depth} ", "")
+        expected = f"{depth} decoder blocks (config.num_hidden_layers)"
+        if depth is None:
+            expected = (
+                "decoder blocks (config.num_hidden_layers, which it lacks: if it has it under another name, write "
+                f'attribute_map = {{"num_hidden_layers": "..."}} with that name in class {type(config).__name__})'
+            )
         raise UnsupportedModelError(
-            f"{type(model).__name__}: expected one list of {count}decoder blocks (config.num_hidden_layers{lacks}), "
-            f"found {len(fitting)}; module lists in the model: {found}"
-            f"{_depth_hint(config, {} if fitting else outermost)}. compressx prunes decoder-only language models"
+            f"{type(model).__name__}: expected one list of {expected}, found {len(fitting)}; module lists in the "
+            f"model: {found}. compressx prunes decoder-only language models"
         )
     ((name, modules),) = fitting.items()
     return {f"{name}.{i}": module for i, module in enumerate(modules)}
@@ -156,19 +156,6 @@ def _not_plain(module: nn.Module, allowed: str) -> tuple[str, str] | None:
 def _classes(value: object) -> set[str]:
     """Return the names of an object's classes: none of the libraries that they are from is imported for it."""
     return {cls.__name__ for cls in type(value).__mro__}
-
-
-def _depth_hint(config: Any, lists: Mapping[str, nn.ModuleList]) -> str:
-    """Return the line that names a config's number of blocks, for a message; empty if it has none that fits a list."""
-    numbers = [(key, value) for key, value in vars(config).items() if type(value) is int]
-    fitting = [(key, name) for name, blocks in lists.items() for key, value in numbers if value == len(blocks)]
-    if not fitting:
-        return ""
-    key, name = min(fitting, key=lambda pair: _DEPTH.search(pair[0]) is None)  # of the equal ones the first
-    return (
-        f'; if {name} holds the decoder blocks, write attribute_map = {{"num_hidden_layers": "{key}"}} in '
-        f"class {type(config).__name__}"
-    )
 
 
 def text_config(model: nn.Module) -> Any:

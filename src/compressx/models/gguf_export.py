@@ -140,7 +140,7 @@ def refuse_foreign(model: Any, template: GgufHeader) -> None:
     sizes = [head_size(None, x) for x in (ours, theirs)]
     for key, (here, there) in {"model_type": kinds, "head size": sizes}.items():
         if here != there:
-            raise gguf_settings.foreign(template.path, key, there, here)
+            raise template.foreign(key, there, here)
     gguf_settings.refuse_unsayable(ours, theirs, template.as_llama)
     for name in ("num_attention_heads", "num_key_value_heads"):
         here, there = (getattr(x, name, None) for x in (ours, theirs))
@@ -150,7 +150,7 @@ def refuse_foreign(model: Any, template: GgufHeader) -> None:
                 f"written of {template.architecture}; leave kv-groups as they are, or export another format"
             )
     if ours.num_hidden_layers > theirs.num_hidden_layers:
-        raise gguf_settings.foreign(template.path, "number of blocks", theirs.num_hidden_layers, ours.num_hidden_layers)
+        raise template.foreign("number of blocks", theirs.num_hidden_layers, ours.num_hidden_layers)
 
 
 @dataclass(frozen=True, eq=False)
@@ -403,7 +403,7 @@ class _FileLayout:
             in_file = self.shape(name, tuple(shape), block)
             known = self.largest.get(key, in_file)
             if any(here > there for here, there in zip(in_file, known, strict=True)):
-                raise gguf_settings.foreign(self.template.path, name, [*known], [*in_file])
+                raise self.template.foreign(name, [*known], [*in_file])
             stored = stored_type(name, in_file, kind, tied="output.weight" not in self.sources)
             found[i].append(_Written(f"blk.{i}.{key}" if match else name, source, block, in_file, stored))
         return [x for i in sorted(found) for x in found[i]]

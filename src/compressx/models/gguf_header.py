@@ -92,6 +92,13 @@ class GgufHeader:
         """The size of a head."""
         return int(self.get("attention.key_length") or self.get("embedding_length") // self.get("attention.head_count"))
 
+    def foreign(self, name: str, there: object, here: object) -> ArtifactError:
+        """Return the error about a file that is of another model than the one to write."""
+        return ArtifactError(
+            f"{self.path} is of another model: its {name} is {there!r:.200}, and {here!r:.200} in the one to export; "
+            "give a GGUF file of the dense model, as llama.cpp's convert_hf_to_gguf.py makes it"
+        )
+
 
 @contextmanager
 def read_once(path: Path) -> Iterator[None]:

@@ -14,7 +14,6 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from functools import cache
-from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -343,19 +342,11 @@ def refuse_unsayable(ours: Any, theirs: Any, header: GgufHeader) -> None:
             or name in {"layer_types", "vocab_size", "hidden_size"}
             or "rope" in name
         ):
-            raise foreign(header.path, name, there, here)
+            raise header.foreign(name, there, here)
         raise UnsupportedModelError(
             f"format gguf: llama.cpp computes {kind} with {name} {there}, and the model to export has {here}; export "
             "another format"
         )
-
-
-def foreign(path: Path, name: str, there: Any, here: Any) -> ArtifactError:
-    """Return the error about a file that is of another model than the one to write."""
-    return ArtifactError(
-        f"{path} is of another model: its {name} is {there!r:.200}, and {here!r:.200} in the one to export; give the "
-        "GGUF file of the dense model"
-    )
 
 
 def context_of(config: Any, architecture: str) -> int | None:

@@ -130,7 +130,8 @@ def find_shards(folder: Path, model: Any, blocks: Iterable[str]) -> Shards:
 def are_equal(folder: Path, files: Mapping[str, str], *groups: Sequence[str]) -> bool:
     """Return whether two groups of stored tensors are the same to the bit."""
     with ExitStack() as stack:
-        opened = {file: stack.enter_context(_opened(folder / file)) for file in {*files.values()}}
+        used = {files[x] for names in groups for x in names}
+        opened = {file: stack.enter_context(_opened(folder / file)) for file in used}
         one, other = ([opened[files[x]].get_tensor(x) for x in names] for names in groups)
         return len(one) == len(other) and all(map(torch.equal, one, other))
 

@@ -152,7 +152,7 @@ def own_tokenizer(header: GgufHeader, tokenizer: Any, folder: Path | None = None
     types = types or [_NORMAL] * len(theirs)
     if {*map(type, theirs)} != {str} or len(types) != len(theirs):
         raise ArtifactError(f"{path} has {len(theirs)} tokens and types of {len(types)}; download it again")
-    tokens, kinds = map(list, zip(*_own_tokens(path, tokenizer, theirs, types), strict=True))
+    tokens, kinds = map(list, zip(*_own_tokens(header, tokenizer, theirs, types), strict=True))
     found |= {f"{key}tokens": tokens} if tokens != theirs else {}
     found |= {f"{key}token_type": kinds} if kinds != types else {}
     model = json.loads(tokenizer.backend_tokenizer.to_str())["model"] if tokenizer.is_fast else {}
@@ -160,7 +160,7 @@ def own_tokenizer(header: GgufHeader, tokenizer: Any, folder: Path | None = None
         own = (" ".join(x.replace(" ", "Ġ") for x in pair) for pair in model["merges"])
         for i, (here, there) in enumerate(itertools.zip_longest(own, merges)):
             if here != there:
-                raise _other_tokenizer(path, f"merge {i}", there, here)
+                raise header.foreign(f"merge {i}", there, here)
     begins = tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
     if values.get(f"{key}add_bos_token", begins) != begins and values[f"{key}model"] != "gemma4":
         found[f"{key}add_bos_token"] = begins
@@ -188,7 +188,9 @@ _NORMAL, _CONTROL, _USER, _UNUSED, _BYTE = 1, 3, 4, 5, 6
 """Types of tokens in a file."""
 
 
-def _own_tokens(path: Path, tokenizer: Any, theirs: Sequence[str], types: Sequence[int]) -> Iterator[tuple[str, int]]:
+def _own_tokens(
+    header: GgufHeader, tokenizer: Any, theirs: Sequence[str], types: Sequence[int]
+) -> Iterator[tuple[str, int]]:
     """Yield each token of a model as llama.cpp's converter writes it, and its type."""
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
@@ -203,11 +205,4 @@ def _own_tokens(path: Path, tokenizer: Any, theirs: Sequence[str], types: Sequen
         elif kind in {_CONTROL, _USER, _UNUSED} and (here is None or whole is not None):
             yield here or f"[PAD{i}]", as_added
         else:
-            raise _other_tokenizer(path, f"token {i}", there, here)
-
-
-def _other_tokenizer(path: Path, what: str, there: str | None, here: str | None) -> ArtifactError:
-    return ArtifactError(
-        f"{path} has another tokenizer: {what} is {there!r:.60} there, and {here!r:.60} in the model to export; "
-        "give a GGUF file of this model, made by llama.cpp's convert_hf_to_gguf.py"
-    )
+            raise header.foreign(f"token {i}", there, here)

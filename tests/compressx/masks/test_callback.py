@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from tests.compressx.two_of_four import two_of_four
+from tests.compressx.two_of_four import pruned
 from torch.nn.utils import parametrize
 from transformers import AutoTokenizer, LlamaForCausalLM, Trainer, TrainingArguments
 
-from compressx.masks import MaskSet, merge_adapters, squash
+from compressx.masks import merge_adapters, squash
 from compressx.masks.callback import MaskCallback
-from compressx.testing import save_tiny_model, tiny_model, tiny_tokens
+from compressx.testing import save_tiny_model, tiny_tokens
 
 ROWS = [{"input_ids": ids, "labels": ids} for ids in tiny_tokens(sequences=8, length=16)]
 
@@ -24,13 +24,6 @@ def arguments(folder: Path, kind: Any = TrainingArguments, **given: Any) -> Any:
         output_dir=str(folder), use_cpu=True, report_to="none", logging_strategy="no", disable_tqdm=True,
         dataloader_pin_memory=False, **settings,
     )  # fmt: skip
-
-
-def pruned(**given: Any) -> tuple[Any, MaskSet]:
-    model = tiny_model("llama", **given)
-    masks = two_of_four(model)
-    masks.apply(model)
-    return model, masks
 
 
 def same(a: Any, b: Any) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tests.compressx.mixtures import LAYOUTS, mixture
-from tests.compressx.two_of_four import out_in, two_of_four
+from tests.compressx.two_of_four import KINDS, out_in, two_of_four
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 from torch.optim.swa_utils import AveragedModel
@@ -20,12 +20,6 @@ from compressx.masks.maskset import MaskEntry, MaskSet, squash, weight_sha256
 from compressx.models.architecture import linears_of
 from compressx.runtime.errors import ArtifactError
 from compressx.testing import tiny_model
-
-everywhere = pytest.mark.parametrize(
-    ("architecture", "dtype"),
-    [("llama", torch.bfloat16), ("llama-tied", torch.float32), ("gpt2", torch.bfloat16), ("opt", torch.float32)],
-    ids=str,
-)
 
 
 def random_entry(rows: int, columns: int, seed: int = 0) -> MaskEntry:
@@ -51,7 +45,7 @@ def test_masks_say_how_many_linears_they_have_how_sparse_they_are_and_in_which_p
     assert repr(MaskSet({})) == "MaskSet(0 linears)"
 
 
-@everywhere
+@pytest.mark.parametrize(("architecture", "dtype"), KINDS, ids=str)
 def test_applied_masks_make_exact_zeros_where_they_drop_and_touch_nothing_else(architecture, dtype, tmp_path):
     model, dense = tiny_model(architecture, dtype=dtype), tiny_model(architecture, dtype=dtype)
     found = two_of_four(model)

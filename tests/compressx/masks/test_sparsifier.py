@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.compressx.two_of_four import out_in, two_of_four
+from tests.compressx.two_of_four import KINDS, out_in, two_of_four
 from torch import nn
 from torch.ao.pruning import BaseSparsifier, WeightNormSparsifier
 from torch.nn.utils import parametrize
@@ -16,8 +16,7 @@ from compressx.masks.sparsifier import MaskedWeight
 from compressx.runtime.errors import ArtifactError
 from compressx.testing import tiny_model, tiny_tokens
 
-CASES = [("llama", torch.bfloat16), ("llama-tied", torch.float32), ("gpt2", torch.bfloat16), ("opt", torch.float32)]
-everywhere = pytest.mark.parametrize(("architecture", "dtype"), CASES, ids=str)
+everywhere = pytest.mark.parametrize(("architecture", "dtype"), KINDS, ids=str)
 
 
 def loss_of(model: Any) -> torch.Tensor:
@@ -161,7 +160,7 @@ def test_a_second_prepare_is_refused_however_it_is_tried_and_stacks_nothing() ->
     assert all(len(model.get_submodule(name).parametrizations.weight) == 1 for name in masks)
 
 
-@pytest.mark.parametrize(("architecture", "dtype"), CASES[1:3], ids=str)
+@pytest.mark.parametrize(("architecture", "dtype"), KINDS[1:3], ids=str)
 def test_a_tied_weight_named_by_both_owners_is_held_in_both_and_stays_tied(architecture, dtype):
     model = tiny_model(architecture, dtype=dtype)
     embedding = next(n for n, m in model.named_modules() if m is model.get_input_embeddings())

@@ -245,8 +245,8 @@ def test_the_line_that_names_a_configs_number_of_blocks_is_told_and_mends_it(tmp
     with pytest.raises(UnsupportedModelError) as raised:
         find_blocks(load_skeleton(checkpoint))
     told = str(raised.value)
-    assert "(config.num_hidden_layers, which it lacks), found 0; module lists in the model: trunk.stages (3);" in told
-    assert f"if trunk.stages holds the decoder blocks, write {ATTRIBUTE_MAP} in class TrunkConfig. " in told
+    assert "(config.num_hidden_layers, which it lacks: if it has it under another name, write attribute_map = " in told
+    assert "in class TrunkConfig), found 0; module lists in the model: trunk.stages (3). " in told
     code = folder / "configuration_trunk.py"
     code.write_text(code.read_text().replace('model_type = "trunk"', f'model_type = "trunk"\n    {ATTRIBUTE_MAP}'))
     assert len(find_blocks(load_skeleton(checkpoint))) == 3

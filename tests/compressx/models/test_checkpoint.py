@@ -381,21 +381,6 @@ def test_codes_from_the_hub_are_refused_after_the_download_and_before_they_are_r
     assert asked["ignore_patterns"] == ["*/*", "consolidated*"]
 
 
-@pytest.mark.parametrize("command", ["plan", "eval", "pack", "inspect"])
-def test_every_command_refuses_codes_in_one_line(command, project):
-    folder = changed(save_tiny(project / "tiny", "llama"), CODES["int8"][0])
-    text = {"token_perplexity": {"dataset": {"text": str(project / "text.txt")}, "sequence_length": 16, "samples": 1}}
-    rules = [{"targets": ["*"], "pruner": "magnitude", "sparsity": 0.5}]
-    recipe = {"model": str(folder), "prune": rules, "evaluate": text, "output": "out"}
-    (project / "r.yaml").write_text(json.dumps(recipe))
-    more = ["--recipe", "r.yaml"] if command == "eval" else []
-    given = "r.yaml" if command == "plan" else str(folder)
-    said = refused(command, given, *more)
-    assert f"is quantized: {WEIGHT} of dtype I8 is a code" in said
-    assert len(said.strip().splitlines()) == 1
-    assert not (project / "out").exists()
-
-
 def test_masks_positions_and_counts_in_integers_are_no_codes(tmp_path):
     folder = changed(
         save_tiny(tmp_path / "model", "gpt2"),

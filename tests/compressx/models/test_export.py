@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.compressx.two_of_four import two_of_four
+from tests.compressx.two_of_four import KINDS, pruned
 
-from compressx.masks.maskset import MaskSet, squash
+from compressx.masks.maskset import squash
 from compressx.models import export
 from compressx.models.export import check_output, check_unfinished, output_folder
 from compressx.models.shards import save_model
@@ -332,7 +332,7 @@ def interrupted_with_a_link(target: Path, place: str, foreign: Path) -> Path:
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_links_in_the_folder_of_an_interrupted_run_are_refused_and_lead_nowhere(
+def test_links_in_the_folder_of_an_interrupted_run_are_refused_and_restart_removes_them_alone(
     tmp_path: Path, foreign: Path, place: str
 ) -> None:
     link, before = interrupted_with_a_link(tmp_path / "out", place, foreign), contents(foreign)
@@ -342,12 +342,6 @@ def test_links_in_the_folder_of_an_interrupted_run_are_refused_and_lead_nowhere(
     ):
         pytest.fail("the block must not run")
     assert contents(foreign) == before
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_restart_removes_links_without_what_they_lead_to(tmp_path: Path, foreign: Path, place: str) -> None:
-    interrupted_with_a_link(tmp_path / "out", place, foreign)
-    before = contents(foreign)
     with output_folder(tmp_path / "out", restart=True) as building:
         write_output(building, "new")
     assert contents(foreign) == before
@@ -381,21 +375,11 @@ def test_what_a_killed_process_left_is_cleared_and_what_it_moved_aside_comes_bac
     assert (earlier / "report.json").read_text() == "earlier"
 
 
-KINDS = [("llama", torch.bfloat16), ("llama-tied", torch.float32), ("gpt2", torch.bfloat16), ("opt", torch.float32)]
-
-
-def pruned(architecture: str, dtype: torch.dtype = torch.float32) -> tuple[Any, MaskSet]:
-    model = tiny_model(architecture, dtype=dtype)
-    masks = two_of_four(model)
-    masks.apply(model)
-    return model, masks
-
-
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_transformers_alone_loads_what_was_saved_with_the_zeros_of_the_masks(kind, tmp_path):
     from transformers import AutoModelForCausalLM
 
-    model, masks = pruned(*kind)
+    model, masks = pruned(kind[0], dtype=kind[1])
     save_model(model, None, tmp_path)
     loaded, expected = AutoModelForCausalLM.from_pretrained(tmp_path), model.state_dict()
     assert type(loaded) is type(model)

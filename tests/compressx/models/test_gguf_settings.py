@@ -24,6 +24,7 @@ from compressx.models.gguf_settings import SETTINGS, Derived, computed
 from compressx.models.loading import load_model
 from compressx.runtime.errors import CompressxError
 
+SLOW = pytest.mark.slow
 KIND = {name: kind for name, (kind, _) in ARCHITECTURES.items()}
 
 
@@ -185,9 +186,17 @@ def tried(folder: Path, architecture: str, more: Mapping[str, Any]) -> str:
     return told
 
 
+QUICK = {"llama", "gemma3"}
+"""Those whose cases are all tried by `make check`; of others that rotate a part of a head only the rotations are."""
+
+
 @pytest.mark.parametrize(
     ("architecture", "name", "more", "said"),
-    [(x, *case) for x, cases in CASES.items() for case in [("nothing", {}, True), *cases]],
+    [
+        pytest.param(x, *case, marks=() if x in QUICK or (x, case[0]) == ("phi3", "rope_parameters") else SLOW)
+        for x, cases in CASES.items()
+        for case in [("nothing", {}, True), *cases]
+    ],
 )
 def test_a_setting_is_written_and_read_as_it_is_or_refused(
     architecture: str, name: str, more: dict[str, Any], said: bool, tmp_path: Path

@@ -73,16 +73,6 @@ def test_damaged_safetensors_are_an_error_that_names_the_file_before_weights_are
             find_checkpoint(source(path=saved))
 
 
-def test_a_shard_that_is_missing_is_named_before_weights_are_loaded(saved):
-    load_model(find_checkpoint(source(path=saved))).save_pretrained(saved, max_shard_size="50KB")
-    find_checkpoint(source(path=saved))
-    gone = sorted(saved.glob("model-*.safetensors"))[1]
-    gone.unlink()
-    (saved / "model.safetensors").unlink(missing_ok=True)
-    with pytest.raises(ArtifactError, match=rf"index\.json lists {gone.name}, missing in "):
-        find_checkpoint(source(path=saved))
-
-
 @pytest.mark.parametrize(("architecture", "load"), [("llama", load_model), ("gpt2", open_streamed)])
 def test_a_checkpoint_with_more_blocks_than_its_config_means_is_refused(architecture, load, tmp_path):
     save_tiny_model(tmp_path, architecture)

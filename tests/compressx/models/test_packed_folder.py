@@ -74,7 +74,9 @@ def test_every_file_comes_back_byte_for_byte(tmp_path: Path, architecture: str, 
     (source / "modeling.py").write_text("VALUE = 1\n")
     (source / "additional_chat_templates").mkdir()
     (source / "additional_chat_templates/short.jinja").write_text("{{ messages }}")
-    sizes = pack_folder(source, tmp_path / "packed")
+    told: list[str] = []
+    sizes = pack_folder(source, tmp_path / "packed", progress=told.append)
+    assert told == sorted(p.name for p in source.glob("*.safetensors"))
     assert unpack_folder(tmp_path / "packed", tmp_path / "again") == packed_sizes(tmp_path / "packed")
     assert contents(tmp_path / "again") == contents(source)
     assert sizes.bytes == sum(p.stat().st_size for p in source.glob("*.safetensors"))
@@ -190,12 +192,6 @@ def test_two_that_need_one_packed_folder_at_a_time_unpack_it_once(
     assert found[0] == found[1]
 
 
-def test_progress_names_each_file(sharded: Path, tmp_path: Path) -> None:
-    told: list[str] = []
-    pack_folder(sharded, tmp_path / "packed", progress=told.append)
-    assert told == sorted(p.name for p in sharded.glob("*.safetensors"))
-
-
 def test_what_cannot_be_packed_says_why(model: Path, tmp_path: Path) -> None:
     packed, out = tmp_path / "packed", tmp_path / "out"
     pack_folder(model, packed)
@@ -219,20 +215,13 @@ def test_what_cannot_be_packed_says_why(model: Path, tmp_path: Path) -> None:
 def test_a_damaged_folder_is_refused_by_the_name_of_the_file(load, sharded: Path, tmp_path: Path) -> None:
     pack_folder(sharded, tmp_path / "packed")
     shard = min((tmp_path / "packed").glob("*.packed.safetensors"))
-    data = shard.read_bytes()
-    shard.write_bytes(data[:-1])
-    with pytest.raises(ArtifactError, match=rf"{shard.name} is not a safetensors file, or it is truncated"):
-        load(tmp_path / "packed")
-    changed = bytearray(data)
+    changed = bytearray(shard.read_bytes())
     changed[-1] ^= 1
     shard.write_bytes(changed)
     with pytest.raises(ArtifactError, match=rf"{shard.name} is damaged: \S+weight "):
         load(tmp_path / "packed")
     shard.unlink()
     with pytest.raises(ArtifactError, match=rf"packed is packed, but {shard.name} is missing"):
-        load(tmp_path / "packed")
-    (tmp_path / "packed" / "model.packed.safetensors.index.json").write_text("[]")
-    with pytest.raises(ArtifactError, match=r"index\.json is damaged, or not an index"):
         load(tmp_path / "packed")
     assert not (tmp_path / "out").exists()
 

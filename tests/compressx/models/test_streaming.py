@@ -46,20 +46,28 @@ CASES += [("llama", torch.bfloat16, "float32"), ("mixtral", torch.float32, "auto
 
 
 @pytest.mark.parametrize(("architecture", "stored", "wanted"), CASES, ids=str)
-def test_each_block_gets_the_weights_that_transformers_loads(architecture, stored, wanted, tmp_path):
+def test_each_block_gets_the_weights_that_transformers_loads_and_gives_back_what_its_checkpoint_holds(
+    architecture, stored, wanted, tmp_path
+):
     checkpoint = Checkpoint(str(saved(tmp_path, architecture, stored)), dtype=wanted)
-    expected = load_model(checkpoint).state_dict()
-    streamed = open_streamed(checkpoint)
-    seen = set()
+    in_files = {name: x for file in tmp_path.glob("*.safetensors") for name, x in load_file(file).items()}
+    loaded, streamed = load_model(checkpoint), open_streamed(checkpoint)
+    expected, seen = loaded.state_dict(), set()
     for fqn in (OUTSIDE, *streamed.blocks):
         with streamed.materialise(fqn):
             found = streamed.tensors(fqn)
             assert all(t.dtype == expected[n].dtype and torch.equal(t, expected[n]) for n, t in found.items())
             others = [n for n in expected if n not in found]
             assert all(streamed.model.state_dict()[n].is_meta for n in others)
+            written = checkpoint_tensors(streamed.model, found) if fqn != OUTSIDE else {}
+        assert set(written) == set(streamed.source[fqn].members[fqn] if fqn != OUTSIDE else ())
+        assert all(torch.equal(x, in_files[n]) for n, x in written.items() if wanted == "auto")
         seen |= set(found)
     assert seen == set(expected)
     assert all(p.is_meta for p in streamed.model.parameters())
+    for name in {n for n, _ in loaded.named_buffers()} - set(expected):  # computed, such as rotary frequencies
+        assert torch.equal(streamed.model.get_buffer(name), loaded.get_buffer(name))
+        assert streamed.model.get_buffer(name).dtype == loaded.get_buffer(name).dtype
 
 
 def test_what_transformers_keeps_in_float32_is_float32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -88,29 +96,6 @@ def test_a_models_share_of_the_memory_is_that_of_its_process_within_its_containe
         assert streaming.is_larger_than_memory(checkpoint, torch.device("cpu")) is larger
 
 
-@pytest.mark.parametrize("architecture", KINDS)
-def test_what_a_block_holds_goes_back_to_what_its_checkpoint_held(architecture: str, tmp_path: Path):
-    saved(tmp_path, architecture)
-    stored = {name: tensor for file in tmp_path.glob("*.safetensors") for name, tensor in load_file(file).items()}
-    streamed = open_streamed(Checkpoint(str(tmp_path)))
-    for fqn in streamed.blocks:
-        with streamed.materialise(fqn):
-            written = checkpoint_tensors(streamed.model, streamed.tensors(fqn))
-        assert set(written) == set(streamed.source[fqn].members[fqn])
-        assert all(torch.equal(tensor, stored[name]) for name, tensor in written.items())
-
-
-@pytest.mark.parametrize("architecture", ["llama", "gemma3", "gptj"])
-def test_what_no_checkpoint_holds_is_what_the_loaded_model_computes(architecture: str, tmp_path: Path):
-    """Such as rotary frequencies; GPT-J's are float32 ones."""
-    checkpoint = Checkpoint(str(saved(tmp_path, architecture, torch.bfloat16)))
-    streamed, loaded = open_streamed(checkpoint), load_model(checkpoint)
-    computed = {n for n, _ in loaded.named_buffers()} - set(loaded.state_dict())
-    for name in computed:
-        assert torch.equal(streamed.model.get_buffer(name), loaded.get_buffer(name))
-        assert streamed.model.get_buffer(name).dtype == loaded.get_buffer(name).dtype
-
-
 def test_of_ten_blocks_and_more_in_one_file_each_has_its_own_tensors(tmp_path: Path):
     """`model.layers.1` is how `model.layers.10` begins."""
     kind, values = TINY_CONFIGS["llama"]
@@ -128,32 +113,6 @@ def test_of_ten_blocks_and_more_in_one_file_each_has_its_own_tensors(tmp_path: P
 # --- damage
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda listed, _: listed.update({"model.layers.0.self_attn.rotary_emb.inv_freq": listed["lm_head.weight"]}),
-        lambda listed, others: listed.update({"model.norm.weight": others[0]}),
-        lambda listed, _: listed.pop("model.layers.2.mlp.up_proj.weight"),
-        lambda listed, others: (listed.clear(), listed.update({f"x{i}": file for i, file in enumerate(others)})),
-    ],
-    ids=["absent", "in another shard", "unlisted", "other names"],
-)
-def test_the_headers_of_shards_decide_over_their_index_as_in_memory(change, tmp_path):
-    saved(tmp_path, "llama")
-    index = tmp_path / "model.safetensors.index.json"
-    content = json.loads(index.read_text())
-    listed = content["weight_map"]
-    change(listed, sorted({*listed.values()}, key=lambda file: file == listed["model.norm.weight"]))
-    index.write_text(json.dumps(content))
-    checkpoint, whole = find_checkpoint(ModelSource(path=tmp_path)), tiny_model("llama").state_dict()
-    assert all(torch.equal(x, whole[n]) for n, x in load_model(checkpoint).state_dict().items())
-    streamed = open_streamed(checkpoint)
-    for fqn in (OUTSIDE, *streamed.blocks):
-        with streamed.materialise(fqn):
-            assert all(torch.equal(x, whole[n]) for n, x in streamed.tensors(fqn).items())
-    assert streamed.model.unread == ()
-
-
 def test_a_tensor_that_nothing_reads_is_known_in_memory_and_streamed_alike(tmp_path: Path):
     saved(tmp_path, "llama", shard="1GB")
     path = tmp_path / "model.safetensors"
@@ -164,8 +123,16 @@ def test_a_tensor_that_nothing_reads_is_known_in_memory_and_streamed_alike(tmp_p
         assert sorted(model.unread) == ["model.layers.1.extra.weight", "mtp.fc"]
 
 
-def as_it_is(folder: Path) -> None:
-    """Leave a folder as it was saved."""
+def listed(change: Callable[[dict[str, str], list[str]], Any]) -> Callable[[Path], None]:
+    """Return what changes the files in an index, given all of them, that of the last norm at the end."""
+
+    def apply(folder: Path) -> None:
+        content = json.loads((index := folder / "model.safetensors.index.json").read_text())
+        files = content["weight_map"]
+        change(files, sorted({*files.values()}, key=lambda file: file == files["model.norm.weight"]))
+        index.write_text(json.dumps(content))
+
+    return apply
 
 
 def twice(folder: Path) -> None:
@@ -178,16 +145,30 @@ def single(folder: Path) -> None:
     save_file(tiny_model("llama", seed=1).state_dict(), folder / "model.safetensors", metadata={"format": "pt"})
 
 
-@pytest.mark.parametrize("change", [as_it_is, twice, single])
-def test_the_last_of_two_shards_and_a_single_file_beside_an_index_count_as_in_memory(change: Any, tmp_path: Path):
+@pytest.mark.parametrize(
+    ("change", "as_saved"),
+    [
+        (listed(lambda files, _: files.update({"model.layers.0.rotary_emb.inv_freq": files["lm_head.weight"]})), True),
+        (listed(lambda files, others: files.update({"model.norm.weight": others[0]})), True),
+        (listed(lambda files, _: files.pop("model.layers.2.mlp.up_proj.weight")), True),
+        (listed(lambda files, all_: (files.clear(), files.update({f"x{i}": f for i, f in enumerate(all_)}))), True),
+        (twice, False),
+        (single, False),
+    ],
+    ids=["absent", "in another shard", "unlisted", "other names", "twice", "a single file beside"],
+)
+def test_the_headers_of_shards_decide_over_their_index_the_last_one_and_a_single_file_as_in_memory(
+    change: Callable[[Path], None], as_saved: bool, tmp_path: Path
+):
     change(saved(tmp_path, "llama"))
-    checkpoint = find_checkpoint(ModelSource(path=tmp_path))
+    checkpoint, whole = find_checkpoint(ModelSource(path=tmp_path)), tiny_model("llama").state_dict()
     expected, streamed = load_model(checkpoint).state_dict(), open_streamed(checkpoint)
-    with streamed.materialise("model.layers.0"):
-        assert same(streamed.tensors("model.layers.0"), {n: x for n, x in expected.items() if ".layers.0." in n})
-    same_as_saved = torch.equal(expected["model.layers.0.mlp.up_proj.weight"],
-                                tiny_model("llama").model.layers[0].mlp.up_proj.weight)  # fmt: skip
-    assert same_as_saved == (change is as_it_is)
+    assert same(expected, whole) == as_saved
+    for fqn in (OUTSIDE, *streamed.blocks):
+        with streamed.materialise(fqn):
+            found = streamed.tensors(fqn)
+            assert same(found, {name: expected[name] for name in found})
+    assert streamed.model.unread == ()
 
 
 def without(name: str) -> Callable[[Path], None]:
@@ -492,14 +473,6 @@ def test_weights_on_an_accelerator_are_copied_before_they_can_change(gate, tmp_p
     assert same(load_file(block_file(tmp_path, FIRST)), wanted)
 
 
-@pytest.mark.slow
-def test_blocks_that_share_weights_are_not_streamed(tmp_path: Path):
-    """Zamba's blocks 1 and 3 have one transformer."""
-    AutoModelForCausalLM.from_config(small_config("zamba2")).save_pretrained(tmp_path)
-    with pytest.raises(UnsupportedModelError, match=r"cannot be streamed: its blocks share weights, model\.layers\.3"):
-        open_streamed(Checkpoint(str(tmp_path)))
-
-
 def test_what_is_outside_the_blocks_is_written_behind_and_read_back(gate, tmp_path):
     access = InMemory(tiny_model("llama-tied"))
     before = access.model.lm_head.weight.clone()
@@ -511,7 +484,10 @@ def test_what_is_outside_the_blocks_is_written_behind_and_read_back(gate, tmp_pa
 
 
 @pytest.mark.slow
-def test_blocks_that_share_weights_still_do_after_they_were_read_from_finished_ones(tmp_path: Path):
+def test_blocks_that_share_weights_still_do_after_they_were_read_from_finished_ones_and_are_not_streamed(
+    tmp_path: Path,
+):
+    """Zamba's blocks 1 and 3 have one transformer."""
     model = AutoModelForCausalLM.from_config(small_config("zamba2"))
     access = InMemory(model)
     for fqn in find_blocks(model):
@@ -522,3 +498,5 @@ def test_blocks_that_share_weights_still_do_after_they_were_read_from_finished_o
     access.save(None, tmp_path, tmp_path / "model")
     names = load_file(tmp_path / "model" / "model.safetensors")
     assert not any("layers.3.shared" in name for name in names)
+    with pytest.raises(UnsupportedModelError, match=r"cannot be streamed: its blocks share weights, model\.layers\.3"):
+        open_streamed(Checkpoint(str(tmp_path / "model")))

@@ -245,14 +245,14 @@ CHANGES: dict[str, tuple[Callable[[Any], object], dict[str, Any] | str]] = {
         lambda t: setattr(t, "chat_template", {"default": TEMPLATE, "tools": "x"}),
         {"chat_template.tools": "x", "chat_template": TEMPLATE, "chat_templates": ["default", "tools"]},
     ),
-    "a vocabulary in another order": (permuted, r"base.gguf has another tokenizer: token \d+ is 'a' there, and 'b'"),
+    "a vocabulary in another order": (permuted, r"base.gguf is of another model: its token \d+ is 'a', and 'b' in"),
     "merges in another order": (
         lambda held: swapped(held["model"]["merges"], 3, 4),
-        "base.gguf has another tokenizer: merge 3 is '.*' there, and '",
+        "base.gguf is of another model: its merge 3 is '.*', and '",
     ),
     "one merge less": (
         lambda held: held["model"]["merges"].pop(),
-        r"another tokenizer: merge \d+ is '.*' there, and None",
+        r"its merge \d+ is '.*', and None in the one to export",
     ),
 }
 
