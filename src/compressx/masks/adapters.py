@@ -30,12 +30,10 @@ if TYPE_CHECKING:
 
 
 class Merged(NamedTuple):
-    """What `merge_adapters` gives.
+    """The transformers model, without adapters, its zeros as the masks say; and what of the update is lost.
 
-    Attributes:
-        model: the transformers model, without adapters, its zeros as the masks say.
-        outside: the fraction in [0, 1] of the update's squared norm, over all masked weights, that fell on dropped
-            entries and is lost; 0 after `mask_adapters`.
+    That is the fraction in [0, 1] of the update's squared norm, over all masked weights, that fell on dropped entries;
+    0 after `mask_adapters`.
     """
 
     model: Any
@@ -85,11 +83,8 @@ def merge_adapters(model: Any, masks: Mapping[str, MaskEntry]) -> Merged:
     """Merge a model's active adapters into its weights, under the masks, in place.
 
     Any adapter that PEFT can merge is accepted, also one that was trained without `mask_adapters`; then a part of its
-    update is lost.
-
-    Args:
-        model: what `peft.get_peft_model` or `peft.PeftModel.from_pretrained` returned for the pruned model.
-        masks: of the pruned model.
+    update is lost. `model` is what `peft.get_peft_model` or `peft.PeftModel.from_pretrained` returned for the pruned
+    model.
 
     Raises:
         ArtifactError: as `mask_adapters`, but for adapters of other kinds; and values that are not finite.

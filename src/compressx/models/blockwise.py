@@ -162,17 +162,12 @@ def capture_calls(
 ) -> tuple[list[Tensor], dict[str, list[BlockCall]]]:
     """Record the hidden states before the first block, and each block's further arguments.
 
-    A model is refused unless each block is called once, in order, on the previous block's output.
-
-    Args:
-        model: a causal language model in evaluation mode.
-        blocks: its decoder blocks in order, by fully qualified name.
-        batches: token ids, each [batch, tokens].
-        keep: how to store the hidden states.
+    A model is refused unless each block is called once, in order, on the previous block's output. `batches` are token
+    ids, each [batch, tokens].
 
     Returns:
-        The input of block 0, [batch, tokens, width] for each batch; and for each block, one call per batch. Equal
-        tensors (rotary tables, masks) are one object for all batches and blocks.
+        The input of block 0, [batch, tokens, width] for each batch, stored by `keep`; and for each block, one call per
+        batch. Equal tensors (rotary tables, masks) are one object for all batches and blocks.
     """
     states: list[Tensor] = []
     calls: dict[str, list[BlockCall]] = {fqn: [] for fqn in blocks}

@@ -51,15 +51,10 @@ _REPLACED = frozenset((
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model that transformers can load.
+    """A model that transformers can load: a hub id, at a revision (None: the default branch), or a local folder.
 
-    Attributes:
-        location: hub id or local folder.
-        file: the GGUF file in that folder that is the model, whole: of a bare name transformers would take one in the
-            working directory. None for safetensors.
-        revision: hub revision, or None for the default branch.
-        dtype: `auto`, `float32`, `bfloat16` or `float16`.
-        trust_remote_code: whether to run Python code that comes with the model.
+    `file` is the GGUF file in that folder that is the model, whole: of a bare name transformers would take one in the
+    working directory. None for safetensors.
     """
 
     location: str

@@ -106,7 +106,7 @@ def greedy(
         processors: called with the ids so far and the logits of the next token, before each is chosen.
 
     Returns:
-        What was written, int64 [batch, at most tokens]; padded with the end token after it.
+        int64 [batch, at most tokens]; padded with the end token after it.
     """
     from transformers import GenerationConfig
 
