@@ -124,10 +124,9 @@ def load_model(checkpoint: Checkpoint) -> Any:
         else:
             given = {"config": (skeleton := load_skeleton(checkpoint)).config}
             skeleton.tie_weights(recompute_mapping=False)
-            claimed = sum(p.numel() for p in skeleton.parameters())
             header = GgufHeader.of(checkpoint.file).as_llama
             held = sum(math.prod(map(int, x.shape)) for x in header.tensors)
-            if claimed > held:
+            if (claimed := sum(p.numel() for p in skeleton.parameters())) > held:
                 raise ArtifactError(  # transformers would allocate them
                     f"{checkpoint.file} is of {claimed} numbers by its metadata, but has {held}; download it again"
                 )
