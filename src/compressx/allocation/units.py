@@ -383,7 +383,7 @@ def shares(weights: Sequence[int], fraction: float) -> list[int]:
 def fitted(wanted: Sequence[int], most: Sequence[int], total: int) -> list[int]:
     """Adjust counts to a total, as close as the limits 0 and `most` allow.
 
-    They shrink in proportion to their size, and grow in proportion to their room.
+    They fall in proportion to their size, and rise in proportion to their room.
     """
     counts = list(map(min, wanted, most))
     missing = total - sum(counts)
