@@ -62,10 +62,6 @@ def check(block: Block, patterns: Mapping[str, Pattern]) -> None:
     within the pattern of the weight.
 
     Needs neither weights nor calls: it is called on a skeleton when a recipe is planned.
-
-    Raises:
-        UnsupportedModelError: missing projections, or attention other than softmax(scale * q k^T + mask).
-        RecipeError: targets other than these projections, or different patterns for the two.
     """
     projections = projections_of(block, patterns)
     names = list(dict.fromkeys((projections.query.name, projections.key.name)))  # one when fused

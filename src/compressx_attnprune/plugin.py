@@ -142,11 +142,7 @@ def _budget(projections: Projections, patterns: Mapping[str, Pattern]) -> Budget
 
 
 def _share(sparsity: float, sides: Sequence[Rows], others: Sequence[Rows]) -> float:
-    """Return the sparsity of some rows in one budget with others, which take their part of the exact count first.
-
-    Raises:
-        RecipeError: one that would leave them no weight.
-    """
+    """Return the sparsity of some rows in one budget with others, which take their part of the exact count first."""
     columns = sides[0].linear.in_features
     own, beside = (columns * sum(rows.count for rows in some) for some in (sides, others))
     share = (count_dropped(sparsity, own + beside) - count_dropped(sparsity, beside)) / own

@@ -77,11 +77,7 @@ class Solution:
 
 
 def prune_layer(layer: QueryKeyLayer, budget: Budget, options: AttnPruneOptions) -> Solution:
-    """Prune a layer as the options say; fixed masks are always reconstructed in closed form.
-
-    Raises:
-        NotPositiveDefiniteError: when the inputs' Hessian cannot be factored for SparseGPT's start.
-    """
+    """Prune a layer as the options say; fixed masks are always reconstructed in closed form."""
     starts = [method(layer.dense, layer.inputs, budget) for method in (baselines.wanda, baselines.sparsegpt)]
     in_closed_form = budget.fixed or options.mode == "gauss-newton"
     if in_closed_form:

@@ -69,10 +69,6 @@ def measure(
         sensitivities: that pruners read, by linear, as in `Block`.
         keep: where hidden states before and after a block are kept, and the gradients of `held_out` for all blocks.
         progress: called before the first block with the number of sequences of `held_out` done, and of all.
-
-    Raises:
-        CompressxError: numbers that are not finite, a linear that no token reached, a pruner that breaks its contract,
-            or a model whose blocks cannot be run one at a time or whose loss hardly reacts to a block.
     """
     inside = [x for u in units if u.block for x in u.linears]
     pruners = {rule: rule.build() for rule in dict.fromkeys(x.rule for x in inside)}
@@ -109,11 +105,7 @@ def measure(
 def measure_outliers(
     access: Access, units: Sequence[Unit], batches: Sequence[Tensor], threshold: float, keep: KeepStates = in_memory
 ) -> Iterator[tuple[Unit, float]]:
-    """Yield each decoder block's unit with the `outlier_ratio` of its linears, on the dense model's hidden states.
-
-    Raises:
-        CompressxError: as `measure`.
-    """
+    """Yield each decoder block's unit with the `outlier_ratio` of its linears, on the dense model's hidden states."""
 
     def visit(dense: _Dense) -> tuple[Unit, float]:
         (unit,) = (u for u in units if u.block == dense.block.fqn)

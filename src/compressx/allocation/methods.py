@@ -46,9 +46,6 @@ def measured(
         progress: called with the blocks measured, their total, and a note.
         earlier: what `record` got last in a run that was interrupted; that is not measured again.
         record: called after each block with all that is measured.
-
-    Raises:
-        CompressxError: as `measure` and `measure_outliers`.
     """
     units = [u for u in units_of(plan, settings.unit) if u.block]
     outliers = isinstance(settings, OwlAllocation)

@@ -112,11 +112,7 @@ class Allocate(Stage):
 
 
 def within_budget(state: RunState, plan: Plan) -> Plan:
-    """Return a plan whose allocation has a fraction of zeros in place of its budget.
-
-    Raises:
-        RecipeError: a budget out of reach, or a rule whose zeros make nothing smaller.
-    """
+    """Return a plan whose allocation has a fraction of zeros in place of its budget."""
     settings = plan.allocation
     if settings is None or not isinstance(budget := settings.target, TargetBudget):
         return plan

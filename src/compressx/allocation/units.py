@@ -224,11 +224,7 @@ def zeros_of(linears: Iterable[PlannedLinear]) -> int:
 
 
 def check_allocation(plan: Plan) -> None:
-    """Check that an allocation can reach its target.
-
-    Raises:
-        RecipeError: a target that the patterns cannot reach, or nothing to choose.
-    """
+    """Check that an allocation can reach its target."""
     settings = plan.allocation
     if settings is None:
         return

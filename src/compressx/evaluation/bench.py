@@ -92,9 +92,6 @@ def time_in_turn(
         device: where torch runs; llama.cpp runs on the CPU.
         threads: on the CPU; None: torch's own choice, and the number of cores for llama.cpp.
         progress: called with what is under way.
-
-    Raises:
-        CompressxError: an error that the user can fix.
     """
     where = device_for(device)
     if threads is not None:
@@ -137,9 +134,6 @@ def timed(
     Returns:
         Seconds of `prefill`, up to the first new token, and of `decode`, the other `new - 1`; and the new tokens, int64
         [batch, new].
-
-    Raises:
-        UnsupportedModelError: the model gives no key/value cache.
     """
     # As `generate`, compute only the last token's logits where the model can.
     last = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}

@@ -33,11 +33,7 @@ _FIGURES = dict[str, int | float | dict[str, int | float | str | list[dict[str, 
 
 
 def options_of(document: PlacedValue, plugins: Plugins) -> dict[str, BaseModel]:
-    """Return the options of each evaluator in the `evaluate` section of a document.
-
-    Raises:
-        CompressxError: a name that no plugin offers, or invalid options, each with its place.
-    """
+    """Return the options of each evaluator in the `evaluate` section of a document."""
     section = document.value.get("evaluate") if isinstance(document.value, Mapping) else None
     mistakes, found = Mistakes(), dict[str, BaseModel]()
     for name, options in section.items() if isinstance(section, Mapping) else ():  # the schema reports others
@@ -58,11 +54,7 @@ def options_of(document: PlacedValue, plugins: Plugins) -> dict[str, BaseModel]:
 
 
 def with_evaluators(loaded: LoadedRecipe, plugins: Plugins) -> LoadedRecipe:
-    """Return a recipe whose `evaluate` section is validated.
-
-    Raises:
-        CompressxError: as for `options_of`.
-    """
+    """Return a recipe whose `evaluate` section is validated."""
     if loaded.recipe.evaluate is None:
         return loaded
     return replace(loaded, recipe=loaded.recipe.model_copy(update={"evaluate": options_of(loaded, plugins)}))
@@ -135,11 +127,7 @@ class ReadyEvaluator:
             return self.evaluator.fingerprint(self.text)
 
     def evaluate(self, model: EvaluatedModel) -> Figures:
-        """Measure a model.
-
-        Raises:
-            PluginError: it failed, or returned something else than figures.
-        """
+        """Measure a model."""
         with blamed_on(f"evaluator {self.name!r}"), evaluation_mode(model.access.model), torch.no_grad():
             figures = self.evaluator.evaluate(replace(model, text=self.text))
         try:
@@ -154,12 +142,7 @@ class ReadyEvaluator:
 
 
 def read_evaluators(settings: Options, plugins: Plugins, tokenizer: Any, model: Any) -> tuple[ReadyEvaluator, ...]:
-    """Build evaluators and let them read their text; needs no weights.
-
-    Raises:
-        CalibrationError: text that cannot be read, is too short, or has tokens that the model lacks.
-        PluginError: an evaluator that fails.
-    """
+    """Build evaluators and let them read their text; needs no weights."""
     found = []
     for name, options in settings.items():
         evaluator, text = _built(plugins.find(EVALUATOR, name), options), None
@@ -178,10 +161,6 @@ def run_evaluators(
 
     With the `fingerprint` of the model's weights, figures of the same model, text, code and library versions are taken
     from the cache. `progress` is called with the steps that an evaluator has done and their total.
-
-    Raises:
-        CalibrationError: a metric that is not finite, or a dataset that cannot be fetched.
-        PluginError: an evaluator that fails, or two that return one figure.
     """
     # At the first prompt, since choosing blocks takes a run of the whole model.
     selection = None if selecting is None else functools.cache(functools.partial(selecting.prepare, access, tokenizer))

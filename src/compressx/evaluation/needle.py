@@ -54,9 +54,6 @@ def needle_figures(
     Returns:
         `answered`, the share of right answers; with a selection also `answered, selected` and `kept, selected`, the
         mean share of the hidden sentence's tokens that it keeps; and `grid`, the same by `length` and `depth`.
-
-    Raises:
-        CalibrationError: too little text.
     """
     asked = list(grid_prompts(tokenizer, hay, settings))
     places = [selection.positions(x.ids, x.protected) for x in asked] if selection else []

@@ -28,11 +28,7 @@ class Sample(Strict):
 
 
 def prompt_ids(settings: Sample, tokenizer: Any) -> Tensor:
-    """Return the prompt's token ids, int64 [1, tokens], as the tokenizer begins a text or a chat.
-
-    Raises:
-        CalibrationError: a tokenizer without a chat template if one is asked for, or no token at all.
-    """
+    """Return the prompt's token ids, int64 [1, tokens], as the tokenizer begins a text or a chat."""
     if settings.apply_chat_template:
         if not tokenizer.chat_template:
             raise CalibrationError(

@@ -113,11 +113,7 @@ def evaluate_saved(
     device: Device = "auto",
     progress: Callable[[int, int], None] | None = None,
 ) -> Figures:
-    """Evaluate a model, with masks applied first if given; the model is then loaded completely into memory.
-
-    Raises:
-        CompressxError: an error that the user can fix.
-    """
+    """Evaluate a model, with masks applied first if given; the model is then loaded completely into memory."""
     where = device_for(device)
     loaded = None if masks is None else MaskSet.load(masks)
     source, base = _of_masks(source, loaded)
@@ -159,11 +155,6 @@ def export_saved(
 
     Returns:
         The bytes that were written, and what the exporter says of them.
-
-    Raises:
-        ArtifactError: an existing output, a GGUF file for a format that takes a folder, or files that cannot be read or
-            written.
-        RecipeError: an unknown format or option.
     """
     spec = plugins.find(EXPORTER, name)
     given = validate_options(spec.options, options, lambda *loc: f"--set {'.'.join(map(str, loc))}".rstrip())
@@ -213,9 +204,6 @@ def apply_masks(masks: Path, source: ModelSource, output: Path, *, original: boo
 
     The folder gets `model/` (including the tokenizer) and `masks.safetensors`, as after a run. With `original`, the
     weights have to be the ones that were pruned, byte for byte. What that changed is returned in a sentence.
-
-    Raises:
-        ArtifactError: masks that do not fit the model, an existing output, or files that cannot be written.
     """
     output = _new(output)
     loaded = MaskSet.load(masks)

@@ -80,9 +80,6 @@ def token_perplexity(
 
     Returns:
         The perplexity. Likelihoods are at least float32 and summed in float64.
-
-    Raises:
-        CalibrationError: a window whose likelihood is not finite, or so low that exp overflows.
     """
     total = 0.0
     batches = torch.split(windows, batch_size)

@@ -50,10 +50,6 @@ def remove_units(
         damping: added to the diagonal of the scaled Hessian; raised as in `inverse_cholesky`.
         candidates: as `CANDIDATES`; at least in_features makes the choice exact.
         columns: as `ROUND`.
-
-    Raises:
-        NotPositiveDefiniteError: no factor of the Hessian, or an entry that is not finite.
-        ValueError: units of different sizes, or a weight that is not finite.
     """
     first = hessian()
     squares = first.diagonal().clone()

@@ -94,9 +94,6 @@ def read_all(state: RunState, generated: Generated, *, evaluated: bool = True) -
         state: receives the text.
         generated: as for `read_calibration`.
         evaluated: whether to read evaluation text.
-
-    Raises:
-        CalibrationError: text that cannot be read, is too short, or has tokens that the model does not know.
     """
     loaded, recipe, model, tokenizer, mistakes = state.loaded, state.recipe, state.skeleton, state.tokenizer, Mistakes()
     if recipe.evaluate is not None and evaluated:

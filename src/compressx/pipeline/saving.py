@@ -90,9 +90,6 @@ def export_all(state: RunState, output: Path) -> Iterator[dict[str, Any]]:
 
     Yields:
         What `RunReport.exports` has of each.
-
-    Raises:
-        PluginError: an exporter that fails.
     """
     masks = MaskSet.load(output / "masks.safetensors")
     source = state.planned_model.source
@@ -135,11 +132,7 @@ def _measured(state: RunState, of: str, folder: Path, file: str | None) -> dict[
 
 
 def check_saving(state: RunState, checkpoint: Checkpoint) -> None:
-    """Save everything but weights to a temporary folder, as the end of a run does.
-
-    Raises:
-        ArtifactError: values that transformers loads and does not save, or a file that cannot be read.
-    """
+    """Save everything but weights to a temporary folder, as the end of a run does."""
     model = copy.copy(state.skeleton)
     model.config = copy.deepcopy(model.config)  # saving changes it
     with tempfile.TemporaryDirectory(prefix="compressx-") as folder:
@@ -167,11 +160,7 @@ def _refuse_overwriting(recipe: Recipe, checkpoint: Checkpoint) -> None:
 def is_finished(
     loaded: LoadedRecipe, advice: str = "choose another output, or replace it with --replace", *, replace: bool = False
 ) -> bool:
-    """Return whether the output folder holds a finished run of a recipe.
-
-    Raises:
-        ArtifactError: it holds one of another recipe, and not `replace`; the message ends with the advice.
-    """
+    """Return whether the output folder holds a finished run of a recipe."""
     changed = _changed(loaded)
     if changed and not replace:
         raise ArtifactError(f"{loaded.recipe.output} was written by another recipe ({'; '.join(changed)}); {advice}")

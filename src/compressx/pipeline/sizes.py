@@ -89,11 +89,7 @@ def disk_bytes(state: RunState, plan: Plan) -> dict[str, int]:
 
 
 def refuse_full_disk(state: RunState, plan: Plan) -> None:
-    """Refuse an output for which the disk has no room. What earlier runs left for the same output counts as free.
-
-    Raises:
-        ArtifactError: names all sizes in bytes.
-    """
+    """Refuse an output for which the disk has no room. What earlier runs left for the same output counts as free."""
     needed, output = disk_bytes(state, plan), state.recipe.output
     folder, free = room_for(output)
     if free < sum(needed.values()):
@@ -106,11 +102,7 @@ def refuse_full_disk(state: RunState, plan: Plan) -> None:
 
 @contextlib.contextmanager
 def memory_advised(state: RunState) -> Iterator[None]:
-    """Name the stage in the error of memory that ran out, and the keys of the recipe to change.
-
-    Raises:
-        OutOfMemoryError: in place of the errors of torch, numpy and Python.
-    """
+    """Name the stage in the error of memory that ran out, and the keys of the recipe to change."""
     try:
         with memory_named("an array"):
             yield

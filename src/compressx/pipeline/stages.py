@@ -36,9 +36,6 @@ def prepare(state: RunState) -> None:
 
     Args:
         state: with the skeleton if the model is in memory; receives it, the tokenizer and the plan.
-
-    Raises:
-        CompressxError: everything that is wrong, a line for each mistake.
     """
     mistakes, plan = Mistakes(), None
     if state.skeleton is None:

@@ -42,11 +42,7 @@ class SweepRun:
         return self.loaded.recipe.output
 
     def is_finished(self) -> bool:
-        """Return whether the output folder holds a finished run of this recipe.
-
-        Raises:
-            ArtifactError: it holds a run of another recipe.
-        """
+        """Return whether the output folder holds a finished run of this recipe."""
         values = " ".join(self.values)
         return is_finished(self.loaded, f"this one is with {values}; choose another --output, or remove it")
 
@@ -78,9 +74,6 @@ def runs_of(
         overrides: `KEY=VALUE` for all recipes.
         output: the folder of all outputs; when absent, the recipe's output with `-sweep` appended.
         plugins: that offer the evaluators.
-
-    Raises:
-        RecipeError: an axis without values, a key given twice or also overridden, or an error in a recipe.
     """
     named = [_axis(axis) for axis in axes]
     keys = [key for key, _ in named]
@@ -107,11 +100,7 @@ def runs_of(
 
 
 def check_runs(cells: Iterable[SweepRun], plugins: Plugins) -> None:
-    """Check every combination, including the amount of text, before weights are loaded.
-
-    Raises:
-        CompressxError: as `plan`; text that is too short; an output folder of another recipe.
-    """
+    """Check every combination, including the amount of text, before weights are loaded."""
     counted: set[str] = set()
     for cell in cells:
         if cell.is_finished():

@@ -70,9 +70,6 @@ def time_run(state: RunState, progress: Progress | None = None) -> RunTime:
     Args:
         state: of a planned run; its plan is left as it is.
         progress: as for a run.
-
-    Raises:
-        CompressxError: as a run.
     """
     forget_peaks()
     asked, recipe, clock = state.plan, state.recipe, dict[int, float]()

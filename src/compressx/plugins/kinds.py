@@ -53,11 +53,7 @@ def _require(holds: object, told: str) -> None:
 
 
 def check_spec(kind: Kind[Any], spec: Any) -> None:
-    """Check a spec that a hook returned.
-
-    Raises:
-        TypeError: another type, or an attribute of the wrong type.
-    """
+    """Check a spec that a hook returned."""
     _require(isinstance(spec, kind.spec), f"{kind.hook} returned {spec!r:.80}, which is not a {kind.spec.__name__}")
     shown, options = f"{kind.name} {spec.name!r}", spec.options
     _require(isinstance(spec.name, str) and spec.name, f"{shown} has no name; expected text")

@@ -30,10 +30,6 @@ def new_plugin(name: str, parent: Path, kind: str = "pruner") -> Path:
 
     Returns:
         The package's folder.
-
-    Raises:
-        PluginError: an invalid name.
-        ArtifactError: the folder exists already, or cannot be written.
     """
     if not _NAME.fullmatch(name):
         raise PluginError(

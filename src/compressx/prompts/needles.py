@@ -83,9 +83,6 @@ def needle_prompt(
         depth: of the sentence in the hay, 0 is its beginning and 1 its end. The sentence goes to the nearest end of a
             sentence or line before it, if there is one within 100 tokens.
         start: first token of hay to use.
-
-    Raises:
-        CalibrationError: too little hay.
     """
     before, after = around_text(tokenizer, fact.question)
     sentence = text_ids(tokenizer, f" {fact.sentence}")
@@ -120,10 +117,6 @@ def model_facts(access: Access, found: Architecture, tokenizer: Any | None, quer
     """Return what a token selector may know of a model.
 
     Needles have as many of the last tokens as queries as `queries` says, and need the tokenizer; 0 for no needles.
-
-    Raises:
-        CalibrationError: too few positions for a needle.
-        UnsupportedModelError: a model whose scores cannot be read.
     """
     config, blocks = text_config(access.model), global_blocks(access.model)
     facts = ModelFacts(len(found.blocks), getattr(config, "num_attention_heads", None) or 0, blocks, config)

@@ -44,12 +44,6 @@ def read_scores(access: Access, found: Architecture, ids: Tensor, wanted: Attent
 
     Returns:
         float32 [blocks, heads, queries, n], see `TokenSelector.select`; [0, 0, queries, n] without blocks.
-
-    Raises:
-        UnsupportedModelError: a block with a sliding window, or whose attention is not transformers' interface; scores
-            that are NaN, or of more tokens than the prompt has.
-        CalibrationError: a token that the model does not know.
-        ArtifactError: weights that cannot be read.
     """
     check_ids(access.model, ids)
     if not wanted.blocks:
@@ -81,11 +75,7 @@ def global_blocks(model: Any) -> tuple[int, ...]:
 
 
 def check_global(model: Any, found: Architecture, blocks: Sequence[int]) -> None:
-    """Check that blocks exist and see the whole prompt.
-
-    Raises:
-        UnsupportedModelError: one that does not; the message names the nearest one that does.
-    """
+    """Check that blocks exist and see the whole prompt."""
     names, whole = list(found.blocks), global_blocks(model)
     for index in blocks:
         wrong = f"{type(model).__name__} has no block {index}; expected 0 to {len(names) - 1}"
@@ -102,11 +92,7 @@ def check_global(model: Any, found: Architecture, blocks: Sequence[int]) -> None
 
 
 def check_decoder(model: Any) -> None:
-    """Check that a model is a decoder that writes text, and no encoder, whose tokens see those that follow.
-
-    Raises:
-        UnsupportedModelError: it is not.
-    """
+    """Check that a model is a decoder that writes text, and no encoder, whose tokens see those that follow."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
     config, reason = getattr(model, "config", None), ""

@@ -18,9 +18,6 @@ def around_text(tokenizer: Any, question: str) -> tuple[Tensor, Tensor]:
 
     With a chat template, text and question are one message of the user. Without, the text ends with `Question: ...` and
     `Answer:`, and begins as the tokenizer begins a text.
-
-    Raises:
-        CalibrationError: a chat template that refuses the message, or does not write it once.
     """
     if not tokenizer.chat_template:
         found = tokenizer("a", return_special_tokens_mask=True, verbose=False)
@@ -42,11 +39,7 @@ def around_text(tokenizer: Any, question: str) -> tuple[Tensor, Tensor]:
 
 
 def prompt_of(tokenizer: Any, text: str, question: str = "") -> tuple[Tensor, Tensor]:
-    """Return the ids of a long text with a question, int64 [n], and which of them are not the text's, bool [n].
-
-    Raises:
-        CalibrationError: no text, or as for `around_text`.
-    """
+    """Return the ids of a long text with a question, int64 [n], and which of them are not the text's, bool [n]."""
     before, after = around_text(tokenizer, question)
     ids = text_ids(tokenizer, text)
     if not len(ids):

@@ -93,11 +93,7 @@ class Comparison:
         )
 
     def write(self, folder: Path) -> list[Path]:
-        """Write `compare.md`, `compare.csv` with numbers in full and, where the runs measured something, `compare.svg`.
-
-        Raises:
-            ArtifactError: when they cannot be written.
-        """
+        """Write `compare.md`, `compare.csv` with numbers in full and, where something was measured, `compare.svg`."""
         written = [folder / "compare.md", folder / "compare.csv"]
         atomic_write(written[0], to_markdown(self.sections()).encode())
         csv.writer(stream := io.StringIO(), lineterminator="\n").writerows([self.table.names, *self.table.rows])
@@ -132,11 +128,7 @@ class Comparison:
 
 
 def side_by_side(folders: Sequence[Path]) -> Comparison:
-    """Read the reports of several runs, given by output folders or `report.json` files.
-
-    Raises:
-        ArtifactError: a folder without a report, or one that this version cannot read.
-    """
+    """Read the reports of several runs, given by output folders or `report.json` files."""
     folders = [folder.parent if folder.name == "report.json" else folder for folder in folders]
     common = os.path.commonpath([folder.resolve().parent for folder in folders])
     found = []
@@ -160,11 +152,7 @@ def _sign(name: str) -> int:
 
 
 def read_report(folder: Path) -> RunReport:
-    """Read a run's `report.json`.
-
-    Raises:
-        ArtifactError: no such file, or another content than this version writes.
-    """
+    """Read a run's `report.json`."""
     path = folder / "report.json"
     if not path.is_file():
         raise ArtifactError(f"{folder}: it holds no report.json; expected the output folder of a finished run")

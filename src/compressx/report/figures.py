@@ -64,9 +64,6 @@ def draw(report: RunReport, kept: Sequence[Matrices], folder: Path) -> tuple[Map
 
     Returns:
         For each figure, in the order of the report, its `file` (relative to the folder's parent) and `caption`.
-
-    Raises:
-        ArtifactError: when a file cannot be written.
     """
     blocks = report.blocks
     figures = [

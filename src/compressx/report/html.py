@@ -29,9 +29,6 @@ def to_html(sections: Sequence[Section], folder: Path) -> str:
     Args:
         sections: the first is the head, and its rows, `[name, value, note]`, are shown as cards.
         folder: the output folder, which holds the files that the sections' figures name.
-
-    Raises:
-        ArtifactError: a figure's file that cannot be read.
     """
     numbers = count()
     head, *others = sections

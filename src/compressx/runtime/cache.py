@@ -22,11 +22,7 @@ _log = logging.getLogger(__name__)
 
 
 def cache_folder() -> Path:
-    """Return the cache folder: `COMPRESSX_CACHE` if set, else the platform's cache folder for the user.
-
-    Raises:
-        ArtifactError: there is no home folder for it, as for a user of a container whom it does not know.
-    """
+    """Return the cache folder: `COMPRESSX_CACHE` if set, else the platform's cache folder for the user."""
     import platformdirs
 
     try:

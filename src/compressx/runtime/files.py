@@ -73,9 +73,6 @@ def written_whole(path: Path) -> Iterator[Path]:
     What killed processes left of `path` is removed first: only a live one holds a lock on its temporary file. Old and
     new file exist side by side until the new one is on disk, so both need space. The new file's mode follows the umask,
     whatever mode it was written with.
-
-    Raises:
-        ArtifactError: the file cannot be written; the old one is left unchanged.
     """
     beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
     with os_errors_named("write", path):
@@ -141,10 +138,6 @@ def locked(path: Path, what: str, *, wait: bool = False) -> Iterator[None]:
         path: the lock file, in an existing folder.
         what: start of the message, such as `another run for output runs/mixed`.
         wait: wait for whoever holds the lock, after saying so in the log.
-
-    Raises:
-        ArtifactError: another process, or another thread of this one, holds the lock, and `wait` is false; or the file
-            cannot be created or locked, or is no lock file.
     """
     with os_errors_named("lock", path), suppress(FileNotFoundError):
         found = path.lstat()

@@ -59,10 +59,6 @@ def finite(hidden: Tensor, fqn: str, module: nn.Module | None = None) -> Tensor:
         hidden: [batch, tokens, width].
         fqn: the block's name.
         module: the block, if its weights have not been checked yet.
-
-    Raises:
-        ArtifactError: the output is not finite because a weight of `module` is not.
-        UnsupportedModelError: the output is not finite.
     """
     if not all_finite(hidden):
         if module is not None:

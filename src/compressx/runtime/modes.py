@@ -29,9 +29,6 @@ def deterministic(wanted: bool, device: torch.device) -> Iterator[None]:
     """Make torch take deterministic algorithms within a `with`, and restore its settings afterwards.
 
     An operation without one runs all the same, with torch's warning that names it.
-
-    Raises:
-        CompressxError: cuBLAS may have been started with another workspace in this process.
     """
     if not wanted:
         yield

@@ -127,11 +127,7 @@ def assign(weights: Sequence[int], size: int) -> list[int]:
 
 @contextmanager
 def joined_ranks(device: torch.device) -> Iterator[Ranks]:
-    """Join the processes that `torchrun` started, for the duration of a `with`; without `torchrun` there is one.
-
-    Raises:
-        CompressxError: another process has ended.
-    """
+    """Join the processes that `torchrun` started, for the duration of a `with`; without `torchrun` there is one."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1 or "RANK" not in os.environ:
         yield Ranks()

@@ -117,9 +117,6 @@ def smaller(model: Any, kept: Sequence[RemainingUnits], dropped: Sequence[str] =
         model: the model; only shapes and settings are read, so it may be on the meta device.
         kept: of each set of units that was pruned, which are kept.
         dropped: names of the removed decoder blocks.
-
-    Raises:
-        UnsupportedModelError: the config cannot say it, with the reason.
     """
     found, blocks = _surveyed(model)
     left = [block for block in blocks if block.fqn not in dropped]
@@ -160,11 +157,7 @@ def _surveyed(model: Any) -> tuple[Architecture, list[Block]]:
 
 
 def build_like(model: Any, made: Smaller) -> Any:
-    """Build the smaller model with parameters on the meta device and computed buffers filled.
-
-    Raises:
-        UnsupportedModelError: transformers refuses the config.
-    """
+    """Build the smaller model with parameters on the meta device and computed buffers filled."""
     try:
         with quiet_libraries():
             config = type(made.config).from_dict(made.config.to_dict())
@@ -202,11 +195,7 @@ def _cuts(blocks: Sequence[Block], kept: Sequence[RemainingUnits], found: Archit
 
 
 def _cut_by_head(cuts: Cuts, block: Block, one: RemainingUnits) -> None:
-    """Cut what an attention has for each head beside its linears: gains [heads, head_dim] (Cohere), sinks [heads].
-
-    Raises:
-        UnsupportedModelError: a norm over the features of all heads, which would be divided by another mean.
-    """
+    """Cut what an attention has for each head beside its linears: gains [heads, head_dim] (Cohere), sinks [heads]."""
     home, count = block.submodule(one.units.fqn), one.units.count
     size = head_size(home, block.config)
     features = {own.unit.numel() for own in one.units.owners.values() if own.dim == 0}
@@ -265,9 +254,6 @@ def renumber(
         blocks: all decoder blocks.
         left: those that are kept.
         remaining: by kind and by the name of a set of units that was pruned, how many of them are kept.
-
-    Raises:
-        UnsupportedModelError: the config has no such number, or one for blocks that are no longer alike.
     """
     numbers: dict[str, tuple[int, int]] = {}
     for kind, now in remaining.items():

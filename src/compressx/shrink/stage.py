@@ -138,11 +138,7 @@ def _compare(access: Access, made: Smaller, checkpoint: Checkpoint) -> tuple[Acc
 
 
 def save_shrunk(access: Access, made: Smaller, tokenizer: Any | None, folder: Path) -> None:
-    """Save the smaller model in transformers' format.
-
-    Raises:
-        ArtifactError: it cannot be written.
-    """
+    """Save the smaller model in transformers' format."""
     small = build_like(access.model, made)
     small.generation_config = copy.deepcopy(access.model.generation_config)
     if isinstance(access, StreamedModel):

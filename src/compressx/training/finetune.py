@@ -77,10 +77,6 @@ def finetune(
         checkpoint: a file to resume from if it exists, updated during training.
         progress: called with the steps done, the total and the last loss.
         note: called with a sentence when training returns to earlier weights.
-
-    Raises:
-        CalibrationError: a loss, gradient or trained weight that is not finite.
-        ArtifactError: masks of another model, or a checkpoint that cannot be read or written.
     """
     prepared = trainable(model, model, masks, norms=settings.norms, lora=settings.lora, seed=settings.seed)
     with (

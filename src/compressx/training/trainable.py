@@ -170,12 +170,7 @@ def scales(trained: Mapping[str, nn.Parameter]) -> list[float]:
 
 
 def check_trained(model: nn.Module, masks: MaskSet, learning_rate: float) -> None:
-    """Check the weights that the last step left: its own loss was computed before it.
-
-    Raises:
-        CalibrationError: a weight that is not finite.
-        ArtifactError: a dropped weight that is not exactly zero.
-    """
+    """Check the weights that the last step left: its own loss was computed before it."""
     names, parameters = zip(*model.named_parameters(), strict=True)
     damaged = first_damaged(parameters)
     if damaged is not None:
