@@ -8,6 +8,7 @@ what the tokenizer lacks, is a `CalibrationError`.
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -118,16 +119,16 @@ def calibration_sequences(
 
 
 def evaluation_windows(
-    ids: Tensor, samples: int | None, sequence_length: int, *, bos: int | None = None, max_positions: int | None = None
+    ids: Tensor, samples: int | None, sequence_length: int, *, bos: int | None = None, limit: int = sys.maxsize
 ) -> Tensor:
     """Return the first non-overlapping windows of text, int64 [windows, sequence_length]; all are whole.
 
-    `samples` are the windows wanted, None for all, and `max_positions` the model's, if known.
+    `samples` are the windows wanted, None for all, and `limit` the model's positions.
     """
-    if max_positions is not None and sequence_length > max_positions:
+    if sequence_length > limit:
         raise CalibrationError(
-            f"evaluation: sequence_length {sequence_length} is longer than the model's {max_positions} positions; set "
-            f"evaluate.token_perplexity.sequence_length to {max_positions} or less"
+            f"evaluation: sequence_length {sequence_length} is longer than the model's {limit} positions; set "
+            f"evaluate.token_perplexity.sequence_length to {limit} or less"
         )
     return _windows(ids, samples or 1, sequence_length, bos, "evaluation")[:samples]
 

@@ -22,7 +22,7 @@ from compressx.api.hooks import hookimpl
 from compressx.data.documents import documents
 from compressx.data.windows import beginning, evaluation_windows, fingerprint, token_ids
 from compressx.models.access import Access
-from compressx.models.architecture import text_config
+from compressx.models.architecture import positions_of
 from compressx.models.blockwise import evaluation_mode
 from compressx.models.generate import check_ids
 from compressx.recipe.sources import Bos, DatasetField, DatasetSource
@@ -118,9 +118,9 @@ class PerplexityEvaluator:
     options: TokenPerplexity
 
     def check(self, model: Any | None, tokenizer: Any | None, at: At) -> None:  # noqa: ARG002 - text is read later
-        positions = None if model is None else getattr(text_config(model), "max_position_embeddings", None)
+        length, positions = self.options.sequence_length, sys.maxsize if model is None else positions_of(model)
         with at("sequence_length"):
-            if positions is not None and (length := self.options.sequence_length) > positions:
+            if length > positions:
                 raise RecipeError(
                     f"sequence_length {length} is longer than the model's {positions} positions; set it to {positions} "
                     "or less"
@@ -130,12 +130,10 @@ class PerplexityEvaluator:
         """Return the windows of each text, int64 [windows, T], by its name, "" for a single one."""
         windows, wanted = {}, self.options
         bos = beginning(tokenizer, wanted.bos, model)
-        positions = getattr(text_config(model), "max_position_embeddings", None)
+        positions = positions_of(model)
         for name, source in wanted.texts.items():
             ids = token_ids(documents(source, "evaluation"), tokenizer)
-            windows[name] = evaluation_windows(
-                ids, wanted.samples, wanted.sequence_length, bos=bos, max_positions=positions
-            )
+            windows[name] = evaluation_windows(ids, wanted.samples, wanted.sequence_length, bos=bos, limit=positions)
             check_ids(model, windows[name], tokenizer, f"the text {name}".strip())
         return windows
 

@@ -168,6 +168,12 @@ def text_config(model: nn.Module) -> Any:
     return config.get_text_config(decoder=True)
 
 
+def positions_of(model: nn.Module) -> int:
+    """Return how many tokens a model reads at most; `sys.maxsize` where its config says none, or as XLNet's says -1."""
+    told = getattr(text_config(model), "max_position_embeddings", None)
+    return told if isinstance(told, int) and told > 0 else sys.maxsize
+
+
 def count_parameters(model: Any, kept: Mapping[str, Tensor] | None = None) -> int:
     """Count parameters, a model's own or what is kept of them by name; tied ones, which on disk are two, count once."""
     tied = getattr(model, "all_tied_weights_keys", {})

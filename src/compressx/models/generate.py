@@ -9,7 +9,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from compressx.models.architecture import text_config
+from compressx.models.architecture import positions_of, text_config
 from compressx.recipe.sources import Generate
 from compressx.runtime.errors import CalibrationError, UnsupportedModelError
 from compressx.runtime.quiet import quiet_libraries
@@ -81,8 +81,7 @@ def check_room(model: Any, prompt: int, tokens: int, said_by: str) -> None:
         raise UnsupportedModelError(
             f"{said_by}: a {type(model).__name__} cannot generate text; expected a causal language model"
         )
-    positions = getattr(text_config(model), "max_position_embeddings", None)
-    if positions is not None and prompt + tokens > positions:
+    if prompt + tokens > (positions := positions_of(model)):
         raise CalibrationError(
             f"{said_by}: a prompt of {prompt} tokens and {tokens} after it are more than the model's {positions} "
             "positions; write fewer tokens, or shorten the prompt"

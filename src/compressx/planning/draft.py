@@ -11,7 +11,7 @@ from torch import nn
 
 from compressx.api.names import folded
 from compressx.api.pruner import PrunerSpec
-from compressx.models.architecture import Architecture, architecture_of, text_config
+from compressx.models.architecture import Architecture, architecture_of, positions_of
 from compressx.planning.make import make_plan
 from compressx.planning.targets import kinds
 from compressx.plugins.kinds import PRUNER
@@ -31,9 +31,7 @@ def draft(source: ModelSource, name: str, skeleton: nn.Module, plugins: Plugins,
     The output is named after `name`, what the user calls the model. Only shapes of the skeleton are read.
     """
     spec = plugins.find(PRUNER, pruner)
-    found = architecture_of(skeleton)
-    positions = getattr(text_config(skeleton), "max_position_embeddings", None)
-    length = min(_SEQUENCE, positions or _SEQUENCE)
+    found, length = architecture_of(skeleton), min(_SEQUENCE, positions_of(skeleton))
     called = Path(name).expanduser().resolve().name.removesuffix(".gguf")  # a hub id's last part, too
     recipe: dict[str, Any] = {
         "model": source.model_dump(mode="json", exclude_defaults=True, exclude_none=True),

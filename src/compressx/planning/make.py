@@ -14,7 +14,7 @@ from pydantic import BaseModel
 
 from compressx.api.patterns import NM, RulePattern, Structured, Units, Unstructured, count_dropped
 from compressx.api.pruner import Block, PrunerSpec, statistic_of
-from compressx.models.architecture import Architecture, architecture_of, text_config
+from compressx.models.architecture import Architecture, architecture_of, positions_of, text_config
 from compressx.models.blockwise import check_calls
 from compressx.planning.plan import Plan, PlannedLinear, PlannedRule
 from compressx.planning.structured import check_count, check_taken, check_units, find_depth, multiple_of, units_of_rules
@@ -233,12 +233,12 @@ def _check_fits(loaded: LoadedRecipe, linear: PlannedLinear, linears: Sequence[P
 def _check_text(loaded: LoadedRecipe, skeleton: torch.nn.Module, mistakes: Mistakes, *, needed: bool) -> None:
     """Refuse a recipe without the calibration that its pruners need, and sequences longer than the model reads."""
     calibration = loaded.recipe.calibration
-    positions = getattr(text_config(skeleton), "max_position_embeddings", None)
+    positions = positions_of(skeleton)
     with mistakes.collected():
         if calibration is None and needed:
             message = "the recipe has no calibration, but its pruners need one; add one, such as "
             loaded.refuse(f"{message}calibration: {{dataset: wikitext, samples: 128}}")
-        if calibration is not None and positions is not None and (length := calibration.sequence_length) > positions:
+        if calibration is not None and (length := calibration.sequence_length) > positions:
             message = f"sequence_length {length} is longer than the model's {positions} positions"
             loaded.refuse(f"{message}; set it to {positions} or less", "calibration", "sequence_length")
 

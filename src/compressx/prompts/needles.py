@@ -12,7 +12,7 @@ from torch import Tensor
 from compressx.api.selector import AttentionRows, ModelFacts, Needle
 from compressx.data.documents import texts
 from compressx.models.access import Access
-from compressx.models.architecture import Architecture, text_config
+from compressx.models.architecture import Architecture, positions_of, text_config
 from compressx.prompts.scores import global_blocks, read_scores
 from compressx.prompts.templates import around_text, text_ids
 from compressx.recipe.sources import DatasetSource
@@ -123,7 +123,7 @@ def model_facts(access: Access, found: Architecture, tokenizer: Any | None, quer
     if not queries:
         return facts
     hay = text_ids(tokenizer, "\n\n".join(texts(DatasetSource(name="python-docs"), "calibration")))
-    length = min(_LENGTH, getattr(config, "max_position_embeddings", None) or _LENGTH)
+    length = min(_LENGTH, positions_of(access.model))
     needles = []
     for number, (fact, depth) in enumerate(product(CHOOSING, _DEPTHS)):
         prompt = needle_prompt(tokenizer, hay, fact, length, depth, start=number * length)

@@ -54,7 +54,7 @@ _MEASURED_ON = "the first calibration sequences to measure with"
 class TargetBudget(Strict):
     """How small the model has to become, in place of a fraction of zeros; with rules of units only."""
 
-    parameters: StrictFloat | None = Field(None, gt=0, lt=1, description="fraction of them to keep, at most")
+    parameters: StrictFloat | None = Field(None, gt=0, lt=1, description="fraction of all parameters to keep, at most")
     bytes: SizeField | None = Field(None, description="size of the GGUF file that is exported, at most, such as 120MB")
 
     @model_validator(mode="after")

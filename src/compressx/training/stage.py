@@ -15,7 +15,7 @@ import torch
 from compressx.api.record import FinetuneReport, RunReport
 from compressx.data.windows import fingerprint
 from compressx.models.access import InMemory, weights_fingerprint
-from compressx.models.architecture import architecture_of, find_blocks, text_config
+from compressx.models.architecture import architecture_of, find_blocks, positions_of, text_config
 from compressx.models.blockwise import skipped
 from compressx.models.checkpoint import find_checkpoint
 from compressx.models.export import refuse_overwriting
@@ -249,7 +249,7 @@ def _checkpoint(state: RunState, settings: Finetune, sequences: torch.Tensor, te
 def _mistakes(loaded: LoadedRecipe, settings: Finetune, skeleton: Any) -> Iterator[CompressxError]:
     """Yield an error for fine-tuning without text or PEFT, and for one that the model does not support."""
     draw, length = settings.draw, 0 if settings.draw is None else settings.draw.sequence_length
-    positions = getattr(text_config(skeleton), "max_position_embeddings", None) or length
+    positions = positions_of(skeleton)
     for wrong, key, kind, why in (
         (draw is None and loaded.recipe.calibration is None, (), RecipeError,
          "no text to train on: the recipe has neither calibration nor finetune.dataset; add one, such as "
@@ -268,9 +268,9 @@ def _mistakes(loaded: LoadedRecipe, settings: Finetune, skeleton: Any) -> Iterat
 
 def _check_teacher(source: ModelSource, tokens: int, skeleton: Any) -> None:
     """Refuse a teacher whose predictions cannot be compared with the model's."""
-    teacher, own = (text_config(model) for model in (load_skeleton(find_checkpoint(source)), skeleton))
-    wrong = ""
-    if tokens > (positions := getattr(teacher, "max_position_embeddings", None) or tokens):
+    found, wrong = load_skeleton(find_checkpoint(source)), ""
+    teacher, own = text_config(found), text_config(skeleton)
+    if tokens > (positions := positions_of(found)):
         wrong = f"{positions} positions, and sequences have {tokens} tokens; lower sequence_length, or choose another"
     elif teacher.vocab_size != own.vocab_size:
         wrong = f"a vocabulary of {teacher.vocab_size} tokens and the model one of {own.vocab_size}; expected the same"

@@ -597,7 +597,7 @@ class TestWindows:
         [(lambda _: calibration_sequences(torch.arange(11), 4, 3, 0),
           "^calibration needs 4 sequences of 3 tokens; the text has 11 tokens, which is 3 sequences"),
          (lambda _: evaluation_windows(torch.arange(2), None, 3), "^evaluation needs 1 sequences .* 2 tokens"),
-         (lambda _: evaluation_windows(torch.arange(100), 1, 9, max_positions=8), "9 is longer than the model's 8 "
+         (lambda _: evaluation_windows(torch.arange(100), 1, 9, limit=8), "9 is longer than the model's 8 "
           "positions; set evaluate.token_perplexity.sequence_length to 8 or less"),
          (lambda tokenizer: beginning(tokenizer, True), "bos: the tokenizer has no BOS token"),
          (lambda tokenizer: token_ids([""], tokenizer), "the text has no tokens")],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ from torch import nn
 from torch.ao.pruning.sparsifier.utils import FakeSparsity
 from torch.nn.utils import parametrizations, parametrize, prune, spectral_norm
 
-from compressx.models.architecture import architecture_of, find_blocks, refuse_prepared
+from compressx.models.architecture import architecture_of, find_blocks, positions_of, refuse_prepared
 from compressx.models.checkpoint import Checkpoint
 from compressx.models.loading import load_skeleton
 from compressx.runtime.errors import ArtifactError, UnsupportedModelError
@@ -250,3 +251,10 @@ def test_the_line_that_names_a_configs_number_of_blocks_is_told_and_mends_it(tmp
     code = folder / "configuration_trunk.py"
     code.write_text(code.read_text().replace('model_type = "trunk"', f'model_type = "trunk"\n    {ATTRIBUTE_MAP}'))
     assert len(find_blocks(load_skeleton(checkpoint))) == 3
+
+
+@pytest.mark.parametrize(("told", "positions"), [(64, 64), (-1, sys.maxsize), (None, sys.maxsize)])
+def test_a_model_that_says_no_number_of_positions_reads_any(told: int | None, positions: int) -> None:
+    """XLNet's config says -1."""
+    config = SimpleNamespace(max_position_embeddings=told, get_text_config=lambda **_: config)
+    assert positions_of(SimpleNamespace(config=config)) == positions  # type: ignore[arg-type]

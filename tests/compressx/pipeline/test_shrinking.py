@@ -276,7 +276,7 @@ def test_a_budget_counts_the_biases_that_go_with_rows(models, asked, each, bias)
      ([*OPEN, {"targets": ["lm_head"], "pruner": "wanda"}], {"parameters": 0.9}, "kv-groups, since zeros any"),
      (OPEN, {"parameters": 0.9, "bytes": 10000}, "give exactly one of parameters, bytes"),
      (OPEN, {"bytes": 10000}, "bytes are those of a file in which each .*; add export: .* such as gguf"),
-     (OPEN, {"parameters": 1.2}, "expected less than 1: fraction of all")],
+     (OPEN, {"parameters": 1.2}, "expected less than 1: fraction of all parameters to keep")],
     ids=["out of reach", "weights too", "two", "no such file", "more than all"],
 )  # fmt: skip
 def test_a_budget_that_rules_cannot_keep_is_refused_before_weights_are_read(models, unloaded, rules, target, match):
