@@ -177,6 +177,13 @@ def test_every_pattern_takes_its_own_masks_and_no_transposed_one_of_another_coun
         check_answer(*of_one(FixedMask(wrong, pattern) if fixed else pattern, wrong))
 
 
+def test_a_reconstructing_pruner_that_returns_another_mask_of_as_many_zeros_is_refused():
+    keep = keep_mask(SCORES, pattern := Unstructured(0.5, "layer"))
+    check_answer(*of_one(FixedMask(keep, pattern), keep))
+    with pytest.raises(PluginError, match=r"on block.up: a reconstructing pruner must return the mask that it was given"):
+        check_answer(*of_one(FixedMask(keep, pattern), keep.T))
+
+
 def test_units_that_a_reconstructing_pruner_tears_in_place_are_refused():
     block, patterns, results = problem()
     fixed = {n: FixedMask(results[n].keep, p) for n, p in patterns.items()}
