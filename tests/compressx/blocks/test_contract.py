@@ -180,7 +180,7 @@ def test_every_pattern_takes_its_own_masks_and_no_transposed_one_of_another_coun
 def test_a_reconstructing_pruner_that_returns_another_mask_of_as_many_zeros_is_refused():
     keep = keep_mask(SCORES, pattern := Unstructured(0.5, "layer"))
     check_answer(*of_one(FixedMask(keep, pattern), keep))
-    with pytest.raises(PluginError, match="block.up: a reconstructing pruner must return the mask that it was given"):
+    with pytest.raises(PluginError, match="a reconstructing pruner must return the mask that it was given"):
         check_answer(*of_one(FixedMask(keep, pattern), keep.T))
 
 
