@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -194,6 +195,30 @@ def test_a_model_in_bfloat16_passes_the_verification_and_stays_as_it_was(archite
     recorded = blocks.record(architecture, dtype=torch.bfloat16)
     layer.verify(recorded.block, layer.describe(recorded.block), recorded.x)
     assert {p.dtype for p in recorded.block.module.parameters()} == {torch.bfloat16}
+
+
+def test_the_window_is_the_layers_own():
+    for architecture in ("gemma2", "gemma3", "exaone4"):
+        windows = [layer.describe(blocks.record(architecture, index=i).block).window for i in range(3)]
+        assert windows == [8, None, 8]
+    assert layer.describe(blocks.record("mistral").block).window == 8
+
+
+def test_a_scaled_rotary_embedding_keeps_its_scale():
+    """YaRN multiplies both tables by 0.1 ln(factor) + 1 (arXiv 2309.00071, section 3.4)."""
+    attention = layer.describe(blocks.record("llama-yarn").block)
+    assert attention.rotary is not None
+    cos, sin = attention.rotary
+    torch.testing.assert_close(cos.square() + sin.square(), torch.full_like(cos, (0.1 * math.log(64.0) + 1.0) ** 2))
+
+
+def test_rotary_tables_with_one_entry_for_each_pair_turn_both_halves():
+    recorded = blocks.record("gpt-oss")
+    attention = layer.describe(recorded.block)
+    cos, _ = recorded.block.calls[0].kwargs["position_embeddings"]
+    assert attention.rotary is not None
+    assert attention.rotary[0].shape == (cos.shape[-2], 2 * cos.shape[-1])
+    layer.verify(recorded.block, attention, recorded.x)
 
 
 def test_the_geometry_takes_the_tables_of_the_first_sequence_of_a_batch():
