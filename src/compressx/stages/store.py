@@ -109,9 +109,13 @@ class Store:
         self.finished.append(report.fqn)
         self._masks.append(PackedMasks.of(masks))
 
-    def restore(self, access: Access, keep: KeepStates) -> tuple[list[BlockReport], list[Matrices], HiddenStates]:
-        """Return to the state after the last finished block: its reports, what is drawn, and the hidden states."""
-        raise NotImplementedError  # without a journal nothing is finished before a run
+    def restore(
+        self,
+        access: Access,  # noqa: ARG002 - a journal's
+        keep: KeepStates,  # noqa: ARG002
+    ) -> tuple[list[BlockReport], list[Matrices], HiddenStates]:
+        """Return to the state after the last finished block, which is the start without a journal."""
+        return [], [], HiddenStates(())
 
     def masks_of(self, fqn: str) -> Mapping[str, MaskEntry]:
         """Return the masks of a finished block; ArtifactError if their file is missing or damaged."""
