@@ -29,6 +29,8 @@ class EvaluatedModel:
         selection: returns what shortens prompts as the recipe's `select_tokens` says, which takes a run of the model at
             the first call; None without that section.
         progress: called with the steps done and their total.
+        dense: opens the dense model, an access as above, which keeps its memory as long as something holds it; None
+            where the dense model itself is measured, and unless `EvaluatorSpec.compares` is set.
     """
 
     access: Any
@@ -36,6 +38,7 @@ class EvaluatedModel:
     text: Any = None
     selection: Callable[[], Any] | None = None
     progress: Callable[[int, int], None] = lambda _done, _total: None
+    dense: Callable[[], Any] | None = None
 
 
 class Evaluator(Protocol):
@@ -79,6 +82,7 @@ class EvaluatorSpec:
         options: pydantic model of what is below that key; unknown options are refused whatever its own config says.
         build: makes the evaluator from validated options.
         prompts: whether it calls `EvaluatedModel.selection`.
+        compares: whether it calls `EvaluatedModel.dense`; the dense model is then kept, or opened again after pruning.
         figures: from validated options, names that `evaluate` returns; two evaluators of a recipe may not share one.
     """
 
@@ -88,3 +92,4 @@ class EvaluatorSpec:
     build: Callable[[Any], Evaluator]
     prompts: bool = False
     figures: Callable[[Any], Iterable[str]] = lambda _: ()
+    compares: bool = False

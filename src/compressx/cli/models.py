@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 @click.command("eval", epilog="Example: compressx eval runs/one --tasks hellaswag,arc_easy --limit 100")
 @click.option("--masks", type=PATH, help="Masks to apply to the model first.")
+@click.option("--against", metavar="DENSE", help="Dense model to compare predictions and answers with.")
 @click.option("--recipe", type=PATH, help="Use this recipe's evaluate section.")
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE",
               help="Set what to measure, such as evaluate.token_perplexity.samples=8, or select_tokens.KEY; may be "
@@ -48,34 +49,40 @@ if TYPE_CHECKING:
 @click.pass_obj
 @takes_model
 def eval_command(
-    host: Host, source: ModelSource, masks: Path | None, recipe: Path | None, overrides: tuple[str, ...],
-    device: str, as_json: bool, **lm_eval: Any,
+    host: Host, source: ModelSource, masks: Path | None, against: str | None, recipe: Path | None,
+    overrides: tuple[str, ...], device: str, as_json: bool, **lm_eval: Any,
 ) -> None:  # fmt: skip
     """Measure MODEL: an output folder, a model folder, a .gguf file or a hub id.
 
-    Without --recipe and --tasks, measure the token perplexity on WikiText-2. --tasks and the options below it are
-    short for --set evaluate.lm_eval.KEY=VALUE.
+    Without --recipe and --tasks, measure the token perplexity on WikiText-2 and, --against a dense model, the fidelity
+    to it. --tasks and the options below it are short for --set evaluate.lm_eval.KEY=VALUE.
     """
     from compressx.cli import tables, terminal
-    from compressx.evaluation.saved import evaluate_saved, evaluate_section
+    from compressx.evaluation.saved import evaluate_saved, evaluate_section, source_of
     from compressx.prompts.selection import SelectorSettings
     from compressx.recipe.schema import load_recipe
+    from compressx.report.flips import flips_in
 
     given = {key: json.dumps(value) if value is True else value for key, value in lm_eval.items() if value is not None}
     if "tasks" in given:
         given["tasks"] = json.dumps([task.strip() for task in given["tasks"].split(",")])
     asked = [*(f"evaluate.lm_eval.{key}={value}" for key, value in given.items()), *overrides]
     plugins = host.plugins()
-    settings, select = evaluate_section(recipe, asked, plugins, perplexity="tasks" not in given)
+    default = "token_perplexity" if against is None else "fidelity"
+    settings, select = evaluate_section(recipe, asked, plugins, default=None if "tasks" in given else default)
     selecting = None if select is None else SelectorSettings(select, plugins)
     if recipe is not None and load_recipe(recipe, asked).recipe.model.trust_remote_code:
         source = source.model_copy(update={"trust_remote_code": True})
+    trusted = source.trust_remote_code
+    dense = None if against is None else source_of(against, dtype=source.dtype, trust_remote_code=trusted)
     with terminal.progress(quiet=as_json) as tell:
         figures = evaluate_saved(
-            source, settings, plugins, masks=masks, selecting=selecting, device=device,
+            source, settings, plugins, masks=masks, against=dense, selecting=selecting, device=device,
             progress=lambda done, total: tell("evaluate", done, total, ""),
         )  # fmt: skip
-    show_or_json(figures, tables.of_figures(figures), as_json=as_json)
+    flips = {name: dataclasses.asdict(found) for (name, _), found in flips_in(figures).items()}
+    told = figures["pruned"] if dense is None else {**figures, "flips": flips}
+    show_or_json(told, tables.of_figures(figures), as_json=as_json)
 
 
 @click.command("init", epilog="Example: compressx init ./my-model --output recipe.yaml")

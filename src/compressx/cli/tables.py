@@ -13,6 +13,7 @@ from compressx.api.patterns import UNIT_KINDS
 from compressx.api.record import numbers_in
 from compressx.masks.inspect import share_of_zeros
 from compressx.plugins.kinds import EXPORTER
+from compressx.report.contents import compared
 from compressx.report.section import Column, Section, Value, estimates, table
 
 if TYPE_CHECKING:
@@ -107,10 +108,14 @@ def _size(size: float) -> str:
     return f"{size / 1e9:.2f} GB" if size >= 1e8 else f"{size / 1e6:.3g} MB"
 
 
-def of_figures(figures: Figures) -> Iterator[Section]:
-    """Yield what was measured, each number under its full name."""
-    yield Section(table=table(["measure", Column("value", ".6g")], estimates(numbers_in(figures)).items()))
-    if isinstance(sample := figures.get("sample"), Mapping):
+def of_figures(evaluation: Mapping[str, Figures]) -> Iterator[Section]:
+    """Yield what was measured, each number under its full name; by `pruned` and, if it was measured too, `dense`."""
+    if "dense" in evaluation:
+        yield from compared(evaluation)
+    else:
+        rows = estimates(numbers_in(evaluation["pruned"])).items()
+        yield Section(table=table(["measure", Column("value", ".6g")], rows))
+    if isinstance(sample := evaluation["pruned"].get("sample"), Mapping):
         yield Section("Sample", text=f"{sample['prompt']}{sample['text']}")
 
 

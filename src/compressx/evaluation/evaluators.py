@@ -156,15 +156,16 @@ def read_evaluators(settings: Options, plugins: Plugins, tokenizer: Any, model: 
 def run_evaluators(
     access: Access, tokenizer: Any, evaluators: Sequence[ReadyEvaluator], *, selecting: SelectorSettings | None = None,
     progress: Callable[[int, int], None] | None = None, fingerprint: str | None = None,
+    dense: Callable[[], Access] | None = None,
 ) -> Figures:  # fmt: skip
     """Measure a model by every evaluator of a recipe, and return the figures by name; nothing of it is changed.
 
     With the `fingerprint` of the model's weights, figures of the same model, text, code and library versions are taken
-    from the cache. `progress` is called with the steps that an evaluator has done and their total.
+    from the cache. `progress` is called with an evaluator's steps and their total. `dense` opens the dense model.
     """
     # At the first prompt, since choosing blocks takes a run of the whole model.
     selection = None if selecting is None else functools.cache(functools.partial(selecting.prepare, access, tokenizer))
-    model = EvaluatedModel(access, tokenizer, None, selection, progress or (lambda _done, _total: None))
+    model = EvaluatedModel(access, tokenizer, None, selection, progress or (lambda _done, _total: None), dense)
     found: dict[str, Any] = {}
     for evaluator in evaluators:
         key = None if fingerprint is None else _key(evaluator, access, tokenizer, selecting, fingerprint)

@@ -8,9 +8,10 @@ import logging
 import math
 import random
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
+from numbers import Real
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from unittest.mock import patch
@@ -25,6 +26,7 @@ from compressx.models.generate import check_ids
 from compressx.prompts.selection import ReadySelector
 from compressx.prompts.templates import around_text
 from compressx.recipe.validation import Strict
+from compressx.report.flips import as_text, documents_key
 from compressx.runtime.cache import cached
 from compressx.runtime.errors import CalibrationError, RecipeError, one_line, suggestion
 from compressx.runtime.quiet import quiet_libraries
@@ -130,11 +132,11 @@ def check_tokenizer(settings: LmEval, tokenizer: Any, model: Any) -> None:
 
 def run_tasks(
     model: Any, tokenizer: Any, settings: LmEval, selection: Callable[[], ReadySelector] | None = None
-) -> dict[str, dict[str, float]]:
+) -> dict[str, dict[str, float | str]]:
     """Run tasks through lm-evaluation-harness, quietly, on a model in evaluation mode.
 
     `selection` returns what shortens the prompts of tasks that generate text; it is called if there are any. Metrics by
-    task or group are returned, with standard errors where available (`acc_stderr`).
+    task or group are returned, some with standard errors (`acc_stderr`) and the right documents (`acc_documents`).
     """
     on_cpu = model.device.type == "cpu"  # where the harness would try larger batches until the process is killed
     batch_size = 4 if settings.batch_size == "auto" and on_cpu else settings.batch_size
@@ -157,7 +159,7 @@ def run_tasks(
                     num_fewshot=settings.num_fewshot,
                     apply_chat_template=settings.apply_chat_template,
                     fewshot_as_multiturn=settings.apply_chat_template,
-                    log_samples=False,
+                    log_samples=True,
                     bootstrap_iters=_BOOTSTRAP_DRAWS,
                     task_manager=manager,
                 )
@@ -171,7 +173,10 @@ def run_tasks(
     if settings.num_fewshot and (fixed := [name for name, number in results["n-shot"].items() if number == 0]):
         asked = settings.num_fewshot
         _log.warning("lm_eval.num_fewshot is %d, but %s set 0 and ran without examples", asked, ", ".join(fixed))
-    return {name: _metrics(name, metrics) for name, metrics in results["results"].items()}
+    return {
+        name: {**_metrics(name, metrics), **_documents(results["samples"].get(name, ()))}
+        for name, metrics in results["results"].items()
+    }
 
 
 def _harness_tasks(settings: LmEval) -> tuple[list[str], Any]:
@@ -230,6 +235,19 @@ def _metrics(task: str, metrics: Mapping[str, Any]) -> dict[str, float]:
         if not math.isfinite(numbers.get(name, 0.0)):
             raise CalibrationError(f"task {task}: {name} is {numbers[name]}; the model's weights are broken")
     return numbers
+
+
+def _documents(samples: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+    """Return which documents are answered right, in the order of the task, by each metric that is 0 or 1."""
+    values: dict[str, list[Any]] = {}
+    for sample in samples:
+        for metric in sample["metrics"]:
+            values.setdefault(f"{metric},{sample['filter']}".removesuffix(",none"), []).append(sample[metric])
+    return {
+        documents_key(name): as_text(given)
+        for name, given in values.items()
+        if all(isinstance(x, Real) and float(x) in (0.0, 1.0) for x in given)
+    }
 
 
 def _group_in(file: str) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from compressx.evaluation.evaluators import (
 )
 from compressx.masks.maskset import MaskSet
 from compressx.models.access import Access, Device, device_for
-from compressx.models.architecture import architecture_of, find_blocks
+from compressx.models.architecture import architecture_of, find_blocks, vocabularies_differ
 from compressx.models.checkpoint import find_checkpoint, keep_settings, local_folder
 from compressx.models.export import SETTINGS, left_out, output_folder
 from compressx.models.loading import load_model, load_skeleton, load_tokenizer
@@ -42,7 +43,7 @@ from compressx.runtime.finite import refuse_damage
 from compressx.runtime.modes import reuse_freed_memory
 
 _SOURCE: TypeAdapter[ModelSource] = TypeAdapter(ModelField)
-_DEFAULT: Mapping[str, Any] = {"token_perplexity": {"dataset": "wikitext", "sequence_length": 2048}}
+_DEFAULT: Mapping[str, Any] = {"dataset": "wikitext", "sequence_length": 2048}
 
 
 class _EvaluateOptions(Strict):
@@ -65,11 +66,11 @@ def source_of(
 
 
 def evaluate_section(
-    recipe: Path | None, overrides: Sequence[str], plugins: Plugins, *, perplexity: bool = True
+    recipe: Path | None, overrides: Sequence[str], plugins: Plugins, *, default: str | None = "token_perplexity"
 ) -> tuple[Options, SelectTokens | None]:
-    """Return what to measure, a recipe's `evaluate` section or token perplexity on WikiText-2, and `select_tokens`.
+    """Return what to measure, a recipe's `evaluate` section or the `default` on WikiText-2, and `select_tokens`.
 
-    Overrides are `evaluate.KEY=VALUE` or `select_tokens.KEY=VALUE`, as for `--set`; without `perplexity` they alone say
+    Overrides are `evaluate.KEY=VALUE` or `select_tokens.KEY=VALUE`, as for `--set`; without a default they alone say
     what is measured where there is no recipe.
     """
     for key in (assignment.partition("=")[0] for assignment in overrides):
@@ -83,7 +84,7 @@ def evaluate_section(
         if loaded.recipe.evaluate is None:
             raise RecipeError(f"{recipe}: no evaluate section; add one, or omit --recipe")
     else:
-        document = from_python({"evaluate": dict(_DEFAULT) if perplexity else {}}, "--set")
+        document = from_python({"evaluate": {default: dict(_DEFAULT)} if default else {}}, "--set")
         for assignment in overrides:
             document = override(document, assignment)
         selecting = validated(_EvaluateOptions, document.value, document.where).select_tokens
@@ -109,11 +110,15 @@ def evaluate_saved(
     plugins: Plugins,
     *,
     masks: Path | None = None,
+    against: ModelSource | None = None,
     selecting: SelectorSettings | None = None,
     device: Device = "auto",
     progress: Callable[[int, int], None] | None = None,
-) -> Figures:
-    """Evaluate a model, with masks applied first if given; the model is then loaded completely into memory."""
+) -> dict[str, Figures]:
+    """Return figures of a model, `pruned`, and of the one that it is measured `against`, `dense`.
+
+    Masks are applied first if given; the model is then loaded completely into memory.
+    """
     where = device_for(device)
     loaded = None if masks is None else MaskSet.load(masks)
     source, base = _of_masks(source, loaded)
@@ -122,14 +127,21 @@ def evaluate_saved(
     skeleton = load_skeleton(checkpoint)
     if selecting is not None:
         selecting.check(skeleton, tokenizer)
+    others = [] if against is None else [find_checkpoint(against)]
     mistakes = Mistakes()
-    check_evaluators(settings, plugins, skeleton, tokenizer, mistakes)
+    for model in (skeleton, *map(load_skeleton, others)):
+        if wrong := vocabularies_differ(model, skeleton):
+            mistakes.add(RecipeError(f"--against: the dense model has {wrong}"))
+        check_evaluators(settings, plugins, model, tokenizer, mistakes)
     mistakes.raise_all()
     ready = read_evaluators(settings, plugins, tokenizer, skeleton)
+    measure = partial(run_evaluators, tokenizer=tokenizer, evaluators=ready, selecting=selecting, progress=progress)
+    dense = next((open_model(other, "auto", where) for other in others), None)
+    found = {} if dense is None else {"dense": measure(dense)}
     access: Access = open_model(checkpoint, False if loaded is not None else source.streaming, where)
     if loaded is not None:
         loaded.apply(access.model, base=base)
-    return run_evaluators(access, tokenizer, ready, selecting=selecting, progress=progress)
+    return found | {"pruned": measure(access, dense=None if dense is None else lambda: dense)}
 
 
 def _of_masks(source: ModelSource, masks: MaskSet | None) -> tuple[ModelSource, Any]:

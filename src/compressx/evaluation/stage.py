@@ -62,7 +62,7 @@ def _measure(
     progress(0, 1)
     figures = run_evaluators(
         access, state.tokenizer, state.evaluators, selecting=selecting_of(state), progress=progress,
-        fingerprint=fingerprint,
+        fingerprint=fingerprint, dense=None if of == "dense" else state.compared_with,
     )  # fmt: skip
     state.report_figures(of, figures)
     state.evaluation[of] = figures

@@ -1,4 +1,4 @@
-"""The evaluator `token_perplexity`: in fixed windows, the one that SparseGPT and Wanda report.
+"""The evaluators `token_perplexity`, in fixed windows as SparseGPT and Wanda report it, and `fidelity`, which compares.
 
 `word_perplexity` and `byte_perplexity` of lm-evaluation-harness are other metrics, per whitespace-separated word and
 per byte.
@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from pydantic import Field, StrictInt, model_validator
 from torch import Tensor
-from torch.nn import functional
+from torch.nn.functional import cross_entropy
 
 from compressx.api.evaluator import At, EvaluatedModel, EvaluatorSpec, Figures
 from compressx.api.hooks import hookimpl
 from compressx.data.documents import documents
 from compressx.data.windows import beginning, evaluation_windows, fingerprint, token_ids
+from compressx.evaluation.fidelity import FIGURES, compare, fidelity
 from compressx.models.access import Access
 from compressx.models.architecture import positions_of
 from compressx.models.blockwise import evaluation_mode
@@ -29,8 +31,8 @@ from compressx.recipe.sources import Bos, DatasetField, DatasetSource
 from compressx.recipe.validation import Strict, exactly_one, refuse_if
 from compressx.runtime.errors import CalibrationError, RecipeError
 
-_LOGITS_IN_FLOAT32 = 2**24
-"""Logits converted to float32 at a time: 64 MiB, a few hundred positions of a large vocabulary."""
+_LOGITS_IN_FLOAT32 = 2**21
+"""Logits converted to float32 at a time: 8 MiB. Arrays of more than 32 MiB get new pages: twice the time."""
 
 _LARGEST_EXPONENT = math.log(sys.float_info.max)
 
@@ -81,41 +83,67 @@ def token_perplexity(
     Returns:
         The perplexity. Likelihoods are at least float32 and summed in float64.
     """
-    total = 0.0
+    return _perplexity(measure_tokens(access, windows, batch_size=batch_size, progress=progress))
+
+
+def measure_tokens(
+    access: Access, windows: Tensor, dense: Access | None = None, *, batch_size: int = 4,
+    progress: Callable[[int, int], None] | None = None,
+) -> Tensor:  # fmt: skip
+    """Return each token's negative log-likelihood, float64 [1, windows, T - 1] on the CPU; other arguments as above.
+
+    Beside a dense model, which runs batch by batch as well, what `compare` returns: [4, windows, T - 1].
+    """
+    found: list[Tensor] = []
     batches = torch.split(windows, batch_size)
-    with torch.no_grad(), evaluation_mode(access.model):
-        for number, logits in enumerate(access.logits(batches)):  # [B, T, vocabulary]
-            start, batch = number * batch_size, batches[number].to(logits.device)
-            for index, (scores, ids) in enumerate(zip(logits, batch, strict=True), start=start):
-                loss = _negative_log_likelihood(scores[:-1], ids[1:])
-                mean = loss / (len(ids) - 1)
-                if not mean < _LARGEST_EXPONENT:
-                    raise CalibrationError(
-                        f"evaluation window {index} of {len(windows)}: the mean negative log-likelihood is {mean}, "
-                        f"not a finite perplexity; the model's weights are broken, or {logits.dtype} overflows"
-                    )
-                total += loss
+    models = [access] if dense is None else [access, dense]
+    with torch.no_grad(), evaluation_mode(access.model), evaluation_mode(models[-1].model):
+        # of each model [B, T, vocabulary]
+        for batch, *logits in zip(batches, *(each.logits(batches) for each in models), strict=True):
+            for ids, *scores in zip(batch.to(logits[0].device), *logits, strict=True):
+                tokens = _tokens(ids[1:], [x[:-1] for x in scores]).cpu()
+                _refuse_infinite(tokens, f"evaluation window {len(found)} of {len(windows)}", logits[0].dtype)
+                found.append(tokens)
             if progress is not None:
-                progress(min(start + batch_size, len(windows)), len(windows))
-    return math.exp(total / (windows.numel() - len(windows)))
+                progress(len(found), len(windows))
+    return torch.stack(found, dim=1)
 
 
-def _negative_log_likelihood(logits: Tensor, targets: Tensor) -> float:
-    """Sum the negative log-likelihood of targets [n] under logits [n, vocabulary], converting a few rows at a time."""
-    rows = max(1, _LOGITS_IN_FLOAT32 // logits.shape[-1])
-    dtype = torch.promote_types(logits.dtype, torch.float32)
-    total = torch.zeros((), dtype=torch.float64, device=logits.device)
+def _tokens(targets: Tensor, logits: Sequence[Tensor]) -> Tensor:
+    """Measure targets [n] under logits [n, vocabulary] of one model or two, converting a few rows at a time."""
+    rows = max(1, _LOGITS_IN_FLOAT32 // logits[0].shape[-1])
+    found = []
     for start in range(0, len(targets), rows):
-        chunk, expected = logits[start : start + rows].to(dtype), targets[start : start + rows]
-        total += functional.cross_entropy(chunk, expected, reduction="none").sum(dtype=torch.float64)
-    return float(total)
+        chunk = targets[start : start + rows]
+        scores = [x[start : start + rows].to(torch.promote_types(x.dtype, torch.float32)) for x in logits]
+        if len(scores) > 1:
+            found.append(compare(chunk, *scores))
+        else:
+            found.append(cross_entropy(scores[0], chunk, reduction="none")[None].double())
+    return torch.cat(found, dim=1)
+
+
+def _refuse_infinite(tokens: Tensor, where: str, dtype: torch.dtype) -> None:
+    """Refuse a window [figures, T - 1] of which a mean is not finite, or too large for exp."""
+    loss = "negative log-likelihood"
+    for name, mean in zip((loss, f"{loss} by the dense model", "divergence"), tokens.mean(1).tolist(), strict=False):
+        if not mean < _LARGEST_EXPONENT:
+            raise CalibrationError(
+                f"{where}: the mean {name} is {mean}, not a finite perplexity; the model's weights are broken, or "
+                f"{dtype} overflows"
+            )
+
+
+def _perplexity(tokens: Tensor) -> float:
+    return math.exp(float(tokens[0].mean()))
 
 
 @dataclass(frozen=True)
 class PerplexityEvaluator:
-    """Measures each text by itself."""
+    """Measures each text by itself, and `compares` it with the dense model's predictions if asked to."""
 
     options: TokenPerplexity
+    compares: bool = False
 
     def check(self, model: Any | None, tokenizer: Any | None, at: At) -> None:  # noqa: ARG002 - text is read later
         length, positions = self.options.sequence_length, sys.maxsize if model is None else positions_of(model)
@@ -141,25 +169,32 @@ class PerplexityEvaluator:
         return [fingerprint(windows) for windows in text.values()]
 
     def evaluate(self, model: EvaluatedModel) -> Figures:
-        """Return the perplexity; of several texts, under the name of each."""
+        """Return the perplexity, and what compares; of several texts, under the name of each."""
         found: dict[str, float | Mapping[str, float]] = {}
         before, total = 0, sum(map(len, model.text.values()))
+        dense = model.dense() if self.compares and model.dense is not None else None
         for name, ids in model.text.items():
-            value = token_perplexity(
-                model.access, ids, batch_size=self.options.batch_size,
+            tokens = measure_tokens(
+                model.access, ids, dense, batch_size=self.options.batch_size,
                 progress=lambda done, _, before=before: model.progress(before + done, total),  # type: ignore[misc]
             )  # fmt: skip
-            found |= {name: {"token_perplexity": value}} if name else {"token_perplexity": value}
+            values = {"token_perplexity": _perplexity(tokens), **(fidelity(tokens) if self.compares else {})}
+            found |= {name: values} if name else values
             before += len(ids)
         return found
 
 
 @hookimpl
 def compressx_evaluators() -> list[EvaluatorSpec]:
-    """Offer the evaluator to recipes."""
+    """Offer the evaluators to recipes."""
+    alone, what = "token_perplexity", "perplexity in fixed windows"
     return [
         EvaluatorSpec(
-            "token_perplexity", "perplexity in fixed windows", TokenPerplexity, PerplexityEvaluator,
-            figures=lambda options: options.datasets or ["token_perplexity"],
-        )
+            alone, what, TokenPerplexity, PerplexityEvaluator, figures=lambda options: options.datasets or [alone]
+        ),
+        EvaluatorSpec(
+            "fidelity", f"{what}, and how far predictions are from the dense model's", TokenPerplexity,
+            partial(PerplexityEvaluator, compares=True),
+            figures=lambda options: options.datasets or [alone, *FIGURES], compares=True,
+        ),
     ]  # fmt: skip

@@ -37,7 +37,6 @@ from compressx.runtime.timing import forget_peaks
 from compressx.stages.log import run_log
 from compressx.stages.state import Progress, RunState
 from compressx.stages.store import Store
-from compressx.training.stage import taught_by_dense
 
 _DENSE_STAGES = ("load", "calibrate", "evaluate dense", "allocate")
 """The stages that leave the model's weights as they were."""
@@ -121,8 +120,8 @@ def prune(
 
 def _pruned(state: RunState, model: Any, work: Any) -> PrunedModel:
     """Go through the stages of a run, with `work`: the dense model or a copy of it."""
-    dense = deepcopy(model) if taught_by_dense(state.recipe) and work is model else model
-    state.open, state.dense = lambda: InMemory(work), lambda: dense
+    dense = deepcopy(model) if state.needs_dense and work is model else model
+    state.open, state.dense = lambda: InMemory(work), lambda _: InMemory(dense)
     walk(state)
     masks = state.store.masks()
     if not masks.of_difference and not masks.verify(work):

@@ -163,7 +163,7 @@ def _run(state: RunState, *, resume: bool, restart: bool) -> RunReport | None:
     checkpoint = state.checkpoint
     assert checkpoint is not None  # noqa: S101 - found by the checks
     state.open = functools.cache(lambda: open_model_of(state))
-    state.dense = lambda: open_model(checkpoint, False, state.device).model
+    state.dense = lambda streaming: open_model(checkpoint, streaming, state.device)
     with contextlib.ExitStack() as opened:  # by the first process, which fills it
         folder = output_folder(output, resume=resume, restart=restart, replace=state.replace)
         state.folder = state.by_first(lambda: opened.enter_context(folder), Path)

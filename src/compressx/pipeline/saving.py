@@ -113,7 +113,7 @@ def export_all(state: RunState, output: Path) -> Iterator[dict[str, Any]]:
 
 def _measured(state: RunState, of: str, folder: Path, file: str | None) -> dict[str, Any]:
     """Read a file again that was written, and return its zeros and its perplexity, if the recipe measures that."""
-    ready = [x for x in state.evaluators if x.name == "token_perplexity"]
+    ready = [x for x in state.evaluators if x.name in ("token_perplexity", "fidelity")]
     if file is None or not ready:
         return {}
     if not isinstance(state.access, InMemory):
@@ -123,7 +123,7 @@ def _measured(state: RunState, of: str, folder: Path, file: str | None) -> dict[
         access = InMemory(load_model(Checkpoint(str(folder), folder / file)).to(state.device))
         linears = architecture_of(access.model).linears.values()
         zeros = sum(int((x.weight == 0).sum()) for x in linears) / sum(x.weight.numel() for x in linears)
-        figures = run_evaluators(access, state.tokenizer, ready)
+        figures = run_evaluators(access, state.tokenizer, ready, dense=state.compared_with)
     except CompressxError as error:
         state.note(f"{of}: not measured, since {file} cannot be read here: {str(error).partition('; ')[0]}")
         return {}

@@ -33,9 +33,8 @@ _LESS = {
 
 
 def memory_bytes(state: RunState) -> dict[str, int]:
-    """Return what the pruning of a planned run holds on its device, at least."""
-    plan, text, itemsize = state.plan, state.recipe.calibration, state.dtype.itemsize
-    blocks = find_blocks(state.skeleton)
+    """Return what a planned run holds on its device, at least: while it prunes or, if that is more, compares."""
+    itemsize, blocks = state.dtype.itemsize, find_blocks(state.skeleton)
     sizes = {fqn: itemsize * sum(p.numel() for p in block.parameters()) for fqn, block in blocks.items()}
     streaming, checkpoint = state.recipe.model.streaming, state.checkpoint
     assert checkpoint is not None  # noqa: S101 - of a recipe with a model
@@ -43,6 +42,13 @@ def memory_bytes(state: RunState) -> dict[str, int]:
         found = {"two blocks' weights": 2 * max(sizes.values())}  # the next one is read ahead
     else:
         found = {"weights": itemsize * sum(p.numel() for p in state.skeleton.parameters())}
+    beside = {"the dense model's": sum(found.values())} if state.compared_with else {}
+    return max(found | _calibration_bytes(state), found | beside, key=lambda parts: sum(parts.values()))
+
+
+def _calibration_bytes(state: RunState) -> dict[str, int]:
+    """Return what calibration text takes while blocks are pruned, by part."""
+    plan, text, blocks, found = state.plan, state.recipe.calibration, find_blocks(state.skeleton), dict[str, int]()
     if text is None or not plan.needs_calibration:
         return found
     states = state.hidden_bytes(plan.hidden_copies * text.samples)

@@ -8,6 +8,7 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
@@ -15,6 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 from compressx.api.record import RunReport
 from compressx.report import plots
 from compressx.report.contents import model_name
+from compressx.report.flips import Flips, flips_in
 from compressx.report.markdown import to_markdown
 from compressx.report.section import Best, Column, Section, Table, table
 from compressx.runtime.errors import ArtifactError
@@ -22,8 +24,8 @@ from compressx.runtime.files import atomic_write, os_errors_named
 
 _REPORT: TypeAdapter[RunReport] = TypeAdapter(RunReport)
 
-_LESS = ("perplexity", "bits_per_byte")
-_MORE = ("acc", "acc_norm", "exact_match", "f1", "mcc")
+_LESS = ("perplexity", "bits_per_byte", "perplexity_ratio", "kl_divergence")
+_MORE = ("acc", "acc_norm", "exact_match", "f1", "mcc", "top1_agreement")
 """Ends of the names of measures of which less, or more, is better."""
 
 
@@ -35,11 +37,13 @@ class Compared:
         name: of its folder, below that which all share.
         report: what it did.
         measures: by name and model (`dense`, `pruned`, `finetuned`), every number that it measured.
+        flips: likewise, of documents beside the dense model's.
     """
 
     name: str
     report: RunReport
     measures: dict[tuple[str, str], float]
+    flips: dict[tuple[str, str], Flips]
 
 
 @dataclass(frozen=True)
@@ -64,10 +68,12 @@ class Comparison:
     @property
     def table(self) -> Table:
         """A row for each run; what it did not measure is empty."""
-        measures = [Column(f"{name.replace('_', ' ')}, {of}", ".4g") for name, of in self.measures]
+        named = [f"{name.replace('_', ' ')}, {of}" for name, of in self.measures]
+        measures = chain(*((Column(name, ".4g"), Column(f"{name}: flips")) for name in named))
         gpu = any(run.report.peak_gpu_memory_bytes for run in self.runs)
         rows = [
-            (run.name, run.report.pruners, run.report.sparsity, *(self._value(run, key) for key in self.measures),
+            (run.name, run.report.pruners, run.report.sparsity,
+             *chain(*((self._value(run, key), run.flips.get(key)) for key in self.measures)),
              run.report.seconds.get("total", 0.0), run.report.peak_memory_bytes / 2**30,
              run.report.peak_gpu_memory_bytes / 2**30 if gpu else None)
             for run in self.runs
@@ -133,8 +139,8 @@ def side_by_side(folders: Sequence[Path]) -> Comparison:
     common = os.path.commonpath([folder.resolve().parent for folder in folders])
     found = []
     for folder in folders:
-        report = read_report(folder)
-        found.append(Compared(str(folder.resolve().relative_to(common)), report, report.measures()))
+        report, name = read_report(folder), str(folder.resolve().relative_to(common))
+        found.append(Compared(name, report, report.measures(), flips_in(report.evaluation)))
     runs = tuple(sorted(found, key=_perplexity))
     return Comparison(runs, tuple(_warnings(runs)))
 

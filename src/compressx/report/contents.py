@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 from compressx.api.record import RunReport, numbers_in
+from compressx.report.flips import flips_in
 from compressx.report.section import Column, Section, counted, estimates, table
+
+COMPARED = ("perplexity_ratio", "kl_divergence", "top1_agreement")  # of `fidelity`
 
 
 def model_name(model: Mapping[str, Any]) -> str:
@@ -21,10 +25,10 @@ def head(report: RunReport) -> Iterator[Section]:
         before, after = report.shrink["parameters"]
         numbers = ", ".join(f"{name} {was} -> {now}" for name, (was, now) in report.shrink["config"].items())
         rows.insert(0, ("parameters", f"{after / 1e6:.4g} M", f"dense {before / 1e6:.4g} M, {numbers}"))
-    for name, dense, *pruned in _changes(report)[:2]:
+    for name, dense, *pruned in _foremost(_changes(report.evaluation)):
         value, change, *_ = pruned or (dense, None)
-        compared = f"dense {dense:.4g}" + ("" if change is None else f", {change:+.1%}") if dense is not None else ""
-        note = compared if pruned else "dense"
+        compared = "" if dense is None else f"dense {dense:.4g}" + ("" if change is None else f", {change:+.1%}")
+        note = compared or "beside the dense model" if pruned else "dense"
         rows.append((str(name).replace("_", " "), f"{value:.4g}", note))
     total = report.seconds.get("total", sum(report.seconds.values()))
     took = f"{total / 60:.1f} min" if total >= 120 else f"{total:.0f} s"
@@ -36,33 +40,46 @@ def head(report: RunReport) -> Iterator[Section]:
     yield Section(f"{done} {model_name(report.model)}", f"compressx {report.compressx}", found)
 
 
+def _foremost(changes: list[list[Any]]) -> list[list[Any]]:
+    """Return the first two measures, and those of the first text that compare predictions with the dense model's."""
+    text = changes[0][0].rpartition(" ")[0] if changes else ""
+    return [row for i, row in enumerate(changes) if i < 2 or row[0] in [f"{text} {x}".strip() for x in COMPARED]]
+
+
 def evaluation(report: RunReport) -> Iterator[Section]:
     """Yield what was measured of all models."""
-    if rows := _changes(report):
-        changed = [c for of in _changed(report) for c in (Column(of, ".4g"), Column("change", "+.1%"))]
-        title = "Dense against pruned" if changed else "Measured"
-        yield Section(title, table=table(["measure", Column("dense", ".4g"), *changed], rows))
+    return compared(report.evaluation)
 
 
-def _changed(report: RunReport) -> list[str]:
+def compared(evaluation: Mapping[str, Mapping[str, Any]]) -> Iterator[Section]:
+    """Yield what was measured of models, by `dense`, `pruned` and `finetuned`."""
+    if rows := _changes(evaluation):
+        each = [(Column(of, ".4g"), Column("change", "+.1%"), Column("flips")) for of in _changed(evaluation)]
+        title = "Dense against pruned" if each else "Measured"
+        yield Section(title, table=table(["measure", Column("dense", ".4g"), *chain(*each)], rows))
+
+
+def _changed(evaluation: Mapping[str, Any]) -> list[str]:
     """Name the models that were measured beside the dense one, the last first: a narrow screen shows the result."""
-    return [of for of in ("finetuned", "pruned") if of in report.evaluation]
+    return [of for of in ("finetuned", "pruned") if of in evaluation]
 
 
-def _changes(report: RunReport) -> list[list[Any]]:
-    """Return `[measure, dense, finetuned, change, pruned, change]` of what was measured of all; changes from dense.
+def _changes(evaluation: Mapping[str, Mapping[str, Any]]) -> list[list[Any]]:
+    """Return `[measure, dense, finetuned, change, flips, pruned, change, flips]` of what was measured of all.
 
-    What compares a model with the dense one is not measured of that. A run that prunes nothing measures no other.
+    What compares a model with the dense one is not measured of that.
     """
-    measured, changed = report.measures(), _changed(report)
-    if report.layers and not changed:
-        return []
-    shown = {of: estimates({n: v for (n, model), v in measured.items() if model == of}) for of in ("dense", *changed)}
+    changed, flipped = _changed(evaluation), flips_in(evaluation)
+    numbers = {of: numbers_in(evaluation.get(of, {})) for of in ("dense", *changed)}
+    shown = {of: estimates(measured) for of, measured in numbers.items()}
     rows = []
     for name in [name for name in shown[(*changed, "dense")[0]] if all(name in shown[of] for of in changed)]:
-        dense = measured.get((name, "dense"))
-        changes = [(shown[of][name], measured[name, of] / dense - 1 if dense else None) for of in changed]
-        rows.append([name, shown["dense"].get(name), *(x for pair in changes for x in pair)])
+        dense = numbers["dense"].get(name)
+        row: list[Any] = [name, shown["dense"].get(name)]
+        for of in changed:
+            change = (numbers[of][name] - dense) / abs(dense) if dense else None
+            row += [shown[of][name], change, flipped.get((name, of))]
+        rows.append(row)
     return rows
 
 
@@ -86,8 +103,9 @@ def _exports(report: RunReport) -> Iterator[Section]:
     """Yield what was measured of the files that were written, beside the model itself."""
     of = {x["format"]: x for x in report.exports if "evaluation" in x}
     measured = {name: numbers_in(x["evaluation"]) for name, x in of.items()}
-    names, own = [*dict.fromkeys(n for numbers in measured.values() for n in numbers)], report.measures()
-    last = next(iter(_changed(report)), "dense")
+    shown = ("token_perplexity", *COMPARED)
+    names = [n for n in dict.fromkeys(n for numbers in measured.values() for n in numbers) if n.endswith(shown)]
+    own, last = report.measures(), next(iter(_changed(report.evaluation)), "dense")
     rows = [
         [name, x["bytes"] / 1e6, x["zeros"], *(y for n in names for y in (own.get((n, last)), measured[name][n]))]
         for name, x in of.items()

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from compressx.api.record import BlockReport
+from compressx.report.flips import Flips
 from compressx.runtime.errors import printable
 
 
@@ -39,7 +40,7 @@ class Spread:
         return f"{self.median:{form}} ({self.least:{form}} to {self.most:{form}})"
 
 
-Value: TypeAlias = str | float | Estimate | None
+Value: TypeAlias = str | float | Estimate | Flips | None
 
 
 def estimates(measured: Mapping[str, float]) -> dict[str, float | Estimate]:

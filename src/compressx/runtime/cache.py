@@ -54,7 +54,7 @@ def cached(key: Mapping[str, object], compute: Callable[[], Value], folder: Path
             return found
     value = compute()
     try:
-        text = json.dumps({"key": key, "value": value}, indent=1, sort_keys=True, allow_nan=False)
+        text = json.dumps({"key": key, "value": value}, indent=1, allow_nan=False)
         atomic_write(cache_folder() / folder / name, f"{text}\n".encode())
     except (ArtifactError, ValueError) as error:  # the second: NaN
         _log.warning("%s; the result is not cached", error)

@@ -21,9 +21,10 @@ from compressx.models.blockwise import KeepStates, StateFiles, in_memory
 from compressx.models.checkpoint import Checkpoint
 from compressx.models.loading import dtype_of
 from compressx.planning.plan import Plan
-from compressx.plugins.kinds import EXPORTER
+from compressx.plugins.kinds import EVALUATOR, EXPORTER
 from compressx.plugins.manager import Plugins
 from compressx.recipe.schema import LoadedRecipe, Recipe
+from compressx.recipe.sources import Streaming
 from compressx.recipe.validation import validate_options
 from compressx.report.figures import Matrices
 from compressx.report.section import Section
@@ -66,7 +67,7 @@ class RunState:
         open: returns the model with its weights; called when they are needed, at the latest before pruning.
         access: the model with its weights.
         base: the model that it was fine-tuned from, where the recipe prunes the difference.
-        dense: returns the dense model, to train towards; `access` may be pruned by then.
+        dense: opens the dense model, streamed if told so, or `auto`; `access` may be pruned by then.
         folder: the output folder that is filled; None of a run in memory.
         inputs: everything that decides the pruned blocks, by name, in JSON types; empty of a run in memory.
         store: where finished blocks are kept.
@@ -96,7 +97,7 @@ class RunState:
     tokenizer: Any = None
     plan: Plan = field(init=False)
     open: Callable[[], Access] = field(init=False)
-    dense: Callable[[], Any] = field(init=False)
+    dense: Callable[[Streaming], Access] = field(init=False)
     access: Access = field(init=False)
     base: Access | None = None
     folder: Path | None = None
@@ -145,6 +146,19 @@ class RunState:
         """Return what `work` returns in the first process, which alone does it; the others are given it as a `kind`."""
         value = self.ranks.broadcast(work() if self.first else cast("_Value", None))
         return value if self.first else cast("_Value", TypeAdapter(kind).validate_python(value))
+
+    @property
+    def compared_with(self) -> Callable[[], Access] | None:
+        """What opens the dense model where it is measured beside another one; None if no evaluator compares."""
+        offered = self.plugins.offers[EVALUATOR.key]
+        compares = any(offered[name].compares for name in self.recipe.evaluate or ())
+        return (lambda: self.dense(self.recipe.model.streaming)) if compares else None
+
+    @property
+    def needs_dense(self) -> bool:
+        """Whether the dense model is needed after it was pruned: to train towards, or to compare with."""
+        tuning = self.recipe.finetune
+        return (tuning is not None and tuning.teacher == "dense") or self.compared_with is not None
 
     @property
     def planned_model(self) -> PlannedModel:

@@ -23,7 +23,7 @@ from compressx.plugins.kinds import EVALUATOR
 from compressx.plugins.manager import Plugins
 from compressx.runtime.errors import CompressxError, PluginError, blamed_on
 from compressx.runtime.quiet import quiet_libraries
-from compressx.testing.models import save_tiny_model
+from compressx.testing.models import save_tiny_model, tiny_model
 from compressx.testing.subject import expect, refusals
 from compressx.testing.untouched import Snapshot
 
@@ -57,7 +57,9 @@ def _finished(subject: SavedSubject) -> Iterator[FinishedModel]:
 def _measure(subject: SavedSubject, found: FinishedModel) -> None:
     plugins = Plugins(PluginManager("compressx"), (), {EVALUATOR.key: {subject.spec.name: subject.spec}})
     evaluators = read_evaluators({subject.spec.name: subject.options}, plugins, found.tokenizer, found.access.model)
-    expect(bool(run_evaluators(found.access, found.tokenizer, evaluators)), "evaluate returned no figure")
+    for dense in (None, lambda: InMemory(tiny_model(subject.architecture))) if subject.spec.compares else (None,):
+        figures = run_evaluators(found.access, found.tokenizer, evaluators, dense=dense)
+        expect(bool(figures), "evaluate returned no figure")
 
 
 def _export(subject: SavedSubject, found: FinishedModel) -> None:

@@ -15,7 +15,7 @@ import torch
 from compressx.api.record import FinetuneReport, RunReport
 from compressx.data.windows import fingerprint
 from compressx.models.access import InMemory, weights_fingerprint
-from compressx.models.architecture import architecture_of, find_blocks, positions_of, text_config
+from compressx.models.architecture import architecture_of, find_blocks, positions_of, text_config, vocabularies_differ
 from compressx.models.blockwise import skipped
 from compressx.models.checkpoint import find_checkpoint
 from compressx.models.export import refuse_overwriting
@@ -128,7 +128,7 @@ class FineTuning(Stage):
 
         state.report_progress("finetune", 0, total_steps(settings, 0, 0.0))
         with state.loaded.at("finetune"):
-            teacher = state.dense() if settings.teacher == "dense" else None
+            teacher = state.dense(False).model if settings.teacher == "dense" else None
             if isinstance(settings.teacher, ModelSource):
                 teacher = open_model(find_checkpoint(settings.teacher), False, state.device).model
             checkpoint = None if state.folder is None else _checkpoint(state, settings, sequences, teacher)
@@ -167,11 +167,6 @@ def _summary(tuned: FinetuneReport) -> str:
         f"{tuned.steps} steps on {count} sequences of {tokens} tokens, {tuned.trained / 1e6:.3g} M numbers trained: "
         f"{loss} {measured}."
     )
-
-
-def taught_by_dense(recipe: Recipe) -> bool:
-    """Return whether the dense model is needed after it was pruned."""
-    return recipe.finetune is not None and recipe.finetune.teacher == "dense"
 
 
 def checkpoint_bytes(recipe: Recipe, planned: Plan) -> int:
@@ -268,12 +263,9 @@ def _mistakes(loaded: LoadedRecipe, settings: Finetune, skeleton: Any) -> Iterat
 
 def _check_teacher(source: ModelSource, tokens: int, skeleton: Any) -> None:
     """Refuse a teacher whose predictions cannot be compared with the model's."""
-    found, wrong = load_skeleton(find_checkpoint(source)), ""
-    teacher, own = text_config(found), text_config(skeleton)
+    wrong = vocabularies_differ(found := load_skeleton(find_checkpoint(source)), skeleton)
     if tokens > (positions := positions_of(found)):
         wrong = f"{positions} positions, and sequences have {tokens} tokens; lower sequence_length, or choose another"
-    elif teacher.vocab_size != own.vocab_size:
-        wrong = f"a vocabulary of {teacher.vocab_size} tokens and the model one of {own.vocab_size}; expected the same"
     if wrong:
         raise UnsupportedModelError(f"the teacher has {wrong}")
 

@@ -54,6 +54,52 @@ def test_eval_measures_a_dense_model_with_masks_as_masked_and_without_as_dense(w
         assert json.loads(done.stdout)["token_perplexity"] == pytest.approx(measured(stage), rel=1e-6)
 
 
+FIDELITY = "evaluate.fidelity={dataset: {text: text.txt}, sequence_length: 32, samples: 4}"
+
+
+def test_eval_against_the_dense_model_measures_both_and_what_compares_them(work):
+    found = json.loads(printed("eval", "out", "--against", "model", "--set", FIDELITY, "--json"))
+    assert [*found] == ["dense", "pruned", "flips"]
+    assert [found[of]["token_perplexity"] for of in ("dense", "pruned")] == [
+        pytest.approx(measured(of), rel=1e-6) for of in ("dense", "pruned")
+    ]
+    ratio = found["pruned"]["token_perplexity"] / found["dense"]["token_perplexity"]
+    assert found["pruned"]["perplexity_ratio"] == pytest.approx(ratio)
+    assert found["dense"].keys() == {"token_perplexity"}
+    assert found["flips"] == {}
+    same = json.loads(printed("eval", "model", "--against", "model", "--set", FIDELITY, "--json"))["pruned"]
+    assert (same["kl_divergence"], same["top1_agreement"]) == (0.0, 1.0)
+    rows = [
+        " ".join(line.split()) for line in printed("eval", "out", "--against", "model", "--set", FIDELITY).splitlines()
+    ]
+    assert "measure dense pruned change" in rows
+    divergence, error = (found["pruned"][f"kl_divergence{x}"] for x in ("", "_stderr"))
+    assert f"kl_divergence {divergence:.4g} ± {error:.2g}" in rows
+
+
+def test_eval_of_tasks_against_the_dense_model_counts_the_documents_whose_answer_changed(work, monkeypatch):
+    right = iter(["1c", "1a"] * 2)  # the dense model's first
+    monkeypatch.setattr("compressx.evaluation.lm_eval.run_tasks", lambda *_: {
+        "mine": {"acc": 0.5, "acc_documents": next(right)}})  # fmt: skip
+    Path("mine.yaml").write_text("task: mine\n")
+    asked = ("eval", "out", "--against", "model", "--tasks", "mine.yaml", "--trust-task-code")
+    flips = json.loads(printed(*asked, "--json"))["flips"]
+    assert flips == {"mine acc": {"right_to_wrong": 1, "wrong_to_right": 1, "p": 1.0}}
+    shown = " ".join(printed(*asked).split())
+    assert "1 right to wrong, 1 wrong to right, p = 1" in shown
+    assert "1c" not in shown
+
+
+def test_a_dense_model_of_another_vocabulary_is_refused(work):
+    other = AutoModelForCausalLM.from_pretrained("model")
+    other.resize_token_embeddings(200)
+    other.save_pretrained("other")
+    AutoTokenizer.from_pretrained("model").save_pretrained("other")
+    assert "--against: the dense model has a vocabulary of 200 tokens and the model one of 128" in refused(
+        "eval", "out", "--against", "other", "--set", FIDELITY
+    )
+
+
 def test_a_recipe_that_only_what_is_set_makes_whole_can_be_evaluated_by(work):
     Path("part.yaml").write_text(RECIPE.replace("sequence_length: 32, samples: 4}\nsel", "samples: none}\nsel"))
     given = ("--set", "evaluate.token_perplexity.samples=4", "--set", "evaluate.token_perplexity.sequence_length=32")

@@ -32,6 +32,7 @@ from compressx.plugins.manager import load_plugins
 from compressx.prompts.selection import SelectorSettings
 from compressx.prompts.templates import around_text
 from compressx.recipe.sections import SelectTokens
+from compressx.report.flips import as_text
 from compressx.runtime.errors import CalibrationError, CompressxError, PluginError, RecipeError
 from compressx.testing import tiny_model
 
@@ -257,7 +258,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
     def answer(model: Any, **values: Any) -> dict[str, Any]:
         calls.append({"batch_size": model.batch_size, **values})
-        return {"results": {"mine": {"acc,none": 0.5, "acc_stderr,none": 0.1}}, "n-shot": {"mine": 5, "fixed": 0}}
+        results = {"mine": {"acc,none": 0.5, "acc_stderr,none": 0.1}}
+        return {"results": results, "samples": {}, "n-shot": {"mine": 5, "fixed": 0}}
 
     monkeypatch.setattr("lm_eval.evaluator.simple_evaluate", answer)
     return calls
@@ -441,6 +443,13 @@ class TestRunTasks:
         )
         with pytest.raises(CalibrationError, match="weights are broken"):
             run_tasks(model, tokenizer, settings("tasks/whole.yaml"))
+
+    def test_which_documents_are_right_stands_beside_a_metric_of_ones_and_zeros(self, few_tasks, tokenizer) -> None:
+        figures = run_tasks(tiny_model("llama"), tokenizer, settings("letters"))
+        for name in ("letters_easy", "letters_hard"):  # of which one answer is right for every other document
+            assert figures[name]["acc_documents"] in {as_text(x) for x in ([1, 0, 1, 0], [0, 1, 0, 1])}
+            assert figures[name]["acc"] == 0.5
+        assert [key for key in figures["letters"] if "documents" in key] == [], "a group has none of its own"
 
     def test_a_token_that_the_model_does_not_know_is_named(self, few_tasks: Path, tokenizer: Any) -> None:
         model = tiny_model("llama")

@@ -138,13 +138,13 @@ def test_the_dense_evaluation_is_cached_and_the_pruned_is_not(model, monkeypatch
     from compressx.evaluation import token_perplexity as evaluate
 
     measured: list[bool] = []
-    real = evaluate.token_perplexity
+    real = evaluate.measure_tokens
 
-    def counting(access: InMemory, *rest: Any, **options: Any) -> float:
+    def counting(access: InMemory, *rest: Any, **options: Any) -> torch.Tensor:
         measured.append(bool((access.model.model.layers[0].mlp.up_proj.weight == 0).any()))
         return real(access, *rest, **options)
 
-    monkeypatch.setattr(evaluate, "token_perplexity", counting)
+    monkeypatch.setattr(evaluate, "measure_tokens", counting)
     given = recipe(model, {"targets": ["*"], "pruner": "magnitude", "sparsity": 0.9}, evaluated=True)
     first, second = run(given), run(given)
     assert measured == [False, True, True]

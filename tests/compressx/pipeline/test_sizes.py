@@ -51,6 +51,9 @@ def test_memory_is_that_of_weights_hidden_states_and_statistics(model):
     asked["calibration"]["memory_limit"] = STATES
     assert "hidden states" not in sizes.memory_bytes(prepared(asked))
     assert sizes.memory_bytes(prepared(recipe(model, MAGNITUDE))) == {"weights": whole}
+    compared = {"fidelity": {"dataset": {"text": str(model.with_name("text.txt"))}, "sequence_length": 32}}
+    found = sizes.memory_bytes(prepared(recipe(model, MAGNITUDE, evaluate=compared)))
+    assert found == {"weights": whole, "the dense model's": whole}
 
 
 WHOLE, BLOCKS = (
@@ -117,7 +120,7 @@ STAGES: dict[str, tuple[str, dict[str, Any], str]] = {
         "{{rank: 16}}, finetune.gradient_checkpointing: true or finetune.teacher: none",
     ),
     "evaluation": (
-        "compressx.evaluation.token_perplexity.token_perplexity", {"evaluated": True},
+        "compressx.evaluation.token_perplexity.measure_tokens", {"evaluated": True},
         "evaluate dense: <dict>:evaluate: out of memory: evaluator 'token_perplexity': {}; lower batch_size or "
         f"sequence_length of the evaluator{STREAMED}",
     ),

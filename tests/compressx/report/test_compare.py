@@ -77,6 +77,20 @@ def test_what_no_run_as_sparse_or_sparser_beats_is_marked_unless_the_runs_cannot
     assert not any(isinstance(x, Best) for row in other.sections()[0].table.rows for x in row)
 
 
+def test_a_comparison_says_how_many_answers_each_run_changed(tmp_path):
+    def task(right: str) -> dict[str, object]:
+        return {"arc": {"acc": 0.5, "acc_documents": right}}
+
+    given = {"a": task("1c"), "b": task("1a")}
+    folders = [
+        saved(tmp_path / name, 0.5, 0.0, evaluation={"dense": task("1c"), "pruned": x}) for name, x in given.items()
+    ]
+    shown = side_by_side(folders).table
+    assert shown.names[3:6] == ["arc acc, dense", "arc acc, pruned", "arc acc, pruned: flips"]
+    assert [row[5] for row in shown.texts] == ["0 right to wrong, 0 wrong to right, p = 1",
+                                               "1 right to wrong, 1 wrong to right, p = 1"]  # fmt: skip
+
+
 def test_dense_figures_that_differ_are_said_to_make_the_others_incomparable(tmp_path):
     found = side_by_side([saved(tmp_path / "a", 0.5, 30.0), saved(tmp_path / "b", 0.5, 31.0, dense=21.0)])
     (warning,) = found.warnings

@@ -61,8 +61,14 @@ def test_the_modules_have_a_row_for_each_kind_pruner_and_pattern_and_one_for_all
             [["measure", "dense", "finetuned", "change", "pruned", "change"],
              ["token_perplexity", "10", "12", "+20.0%", "15", "+50.0%"]],
         ),
+        (
+            {"dense": {"arc": {"acc": 0.5, "acc_documents": "1c"}},
+             "pruned": {"arc": {"acc": 0.5, "acc_documents": "1a"}}},
+            [["measure", "dense", "pruned", "change", "flips"],
+             ["arc acc", "0.5", "0.5", "+0.0%", "1 right to wrong, 1 wrong to right, p = 1"]],
+        ),
     ],
-    ids=["none", "unmatched", "finetuned"],
+    ids=["none", "unmatched", "finetuned", "flips"],
 )  # fmt: skip
 def test_evaluation_rows_give_the_change_relative_to_the_dense_model(evaluation: Any, expected: Any) -> None:
     found = [s.table for s in sections(report(evaluation=evaluation)) if s.title == "Dense against pruned"]
