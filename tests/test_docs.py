@@ -83,11 +83,11 @@ def _models_in(annotation: object) -> Iterator[type[BaseModel]]:
         yield from _models_in(argument)
 
 
-def _keys(model: type[BaseModel]) -> Iterator[str]:
+def _keys(model: type[BaseModel], *outer: type[BaseModel]) -> Iterator[str]:
     for name, field in model.model_fields.items():
         yield field.alias or name
-        for inner in [m for part in (field.annotation, *field.metadata) for m in _models_in(part)]:
-            yield from _keys(inner)
+        for inner in {m for part in (field.annotation, *field.metadata) for m in _models_in(part)} - {model, *outer}:
+            yield from _keys(inner, model, *outer)
 
 
 def _commands(group: click.Group) -> Iterator[click.Command]:

@@ -1,4 +1,4 @@
-"""Documents of a dataset: text, or chats, of local files, Python's documentation, or a dataset on the hub.
+"""Documents of a dataset: text, or chats, of local files, Python's documentation, prompts, or a dataset on the hub.
 
 A file that is missing, cannot be read or holds no text is a `CalibrationError` that names it and the line.
 """
@@ -21,6 +21,7 @@ from types import MappingProxyType
 from typing import IO, Any, Literal, TypeAlias
 from unittest.mock import patch
 
+from compressx.data import prompts
 from compressx.recipe.sources import DatasetSource
 from compressx.runtime.errors import CalibrationError, did_you_mean, one_line, suggestion
 from compressx.runtime.machine import free_main_memory
@@ -333,17 +334,20 @@ _SHORT_NAMES: Mapping[str, tuple[str, str | None]] = {
 }
 """Datasets of the hub, each with its configuration."""
 
+_BUILT_IN = {"python-docs": "it comes with Python", "prompts": "the program writes it"}
+
 # A shard of C4 has about 150 million tokens; 8192 documents (four million tokens) give 1900 sequences of 2048 to draw
 # from. SparseGPT evaluates on the first 1100 validation documents. With a configuration, datasets would expect all
 # 1024 shards.
 _C4: Mapping[Purpose, tuple[str, int]] = {"calibration": ("train", 8192), "evaluation": ("validation", 1100)}
+_PROMPTS = {"calibration": (prompts.CALIBRATION, 8192), "evaluation": (prompts.EVALUATION, 1024)}
 _C4_SHARDS = {"train": "en/c4-train.00000-of-01024.json.gz", "validation": "en/c4-validation.00000-of-00008.json.gz"}
 
 
 def documents(source: DatasetSource, purpose: Purpose) -> list[Document]:
-    """Read the documents of a dataset: files of text, rows of JSON or of a hub dataset, or topics of `python-docs`.
+    """Read the documents of a dataset: files of text, rows of JSON or of a hub dataset, or those of a short name.
 
-    The purpose selects the split, or the topics. The order is fixed; all are text or all are chats. Some may be empty,
+    The purpose selects the split. The order is fixed; all are text or all are chats. Some may be empty,
     such as the blank rows of WikiText.
     """
     _check_keys(source)
@@ -354,6 +358,8 @@ def documents(source: DatasetSource, purpose: Purpose) -> list[Document]:
         described, found = f"json {source.json_path!r}", _of_rows(source.json_path, source.field)
     elif source.name == "python-docs":
         described, found = "python-docs", _python_docs(purpose)
+    elif source.name == "prompts":
+        described, found = "prompts", prompts.documents(*_PROMPTS[purpose])
     else:
         described, found = f"dataset {source.name!r}", _hub_rows(source, purpose)
     read, size, limit, empty = list[Document](), 0, free_main_memory() // _MEMORY_OF_A_BYTE_KEPT, 0
@@ -382,6 +388,7 @@ def texts(source: DatasetSource, purpose: Purpose) -> list[str]:
 
 def check_dataset(source: DatasetSource) -> bool:
     """Check a dataset by the first row of its files at most; return whether it holds chats, as far as that shows."""
+    source = (source.generate and source.generate.prompts) or source
     if (paths := local_files(source)) and not any(path.stat().st_size for path in paths):
         raise CalibrationError(f"{(source.text or source.json_path)!r} has no text: all {len(paths)} files are empty")
     if source.name is not None:
@@ -394,6 +401,7 @@ def check_dataset(source: DatasetSource) -> bool:
 
 def local_files(source: DatasetSource) -> list[Path]:
     """Return the local files that a dataset is read from; none for one of the hub or of a package."""
+    source = (source.generate and source.generate.prompts) or source
     patterns = {"text": source.text, "json": source.json_path}
     return [path for key, pattern in patterns.items() if pattern is not None for path in matching_files(pattern, key)]
 
@@ -408,7 +416,7 @@ def _of_rows(pattern: str, wanted: str | None) -> Iterator[Document | None]:
 
 
 def _check_name(name: str) -> None:
-    path, short, message = Path(name).expanduser(), [*_SHORT_NAMES, "python-docs"], ""
+    path, short, message = Path(name).expanduser(), [*_SHORT_NAMES, *_BUILT_IN], ""
     if name in short or (name and path.is_dir()):
         return
     if path.is_file() or name.startswith((".", "/", "~")) or suffix(path) in (".txt", ".json", ".jsonl"):
@@ -427,8 +435,8 @@ def _check_keys(source: DatasetSource) -> None:
     """Refuse keys that a dataset with a short name, or a saved one, does not have."""
     why = ""
     keys: tuple[str, ...] = ("config", "split", "revision")
-    if source.name == "python-docs":
-        why, keys = "it comes with Python", (*keys, "field")
+    if source.name in _BUILT_IN:
+        why, keys = _BUILT_IN[source.name], (*keys, "field")
     elif source.name == "c4":
         why, keys = "for another one use {name: allenai/c4}", ("config",)
     elif _is_saved_dataset(source.name or ""):

@@ -15,12 +15,13 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from compressx.data.documents import Document, are_chats, documents, rendered
+from compressx.data.documents import Document, are_chats, documents, rendered, rendered_one
+from compressx.data.prompts import requests
 from compressx.recipe.sources import Bos, Draw, Generate
 from compressx.runtime.errors import CalibrationError
 
-Generated: TypeAlias = Callable[[Generate, int], Tensor]
-"""Returns sequences of the model's own text, int64 [samples, tokens], for the settings and the tokens in a sequence."""
+Generated: TypeAlias = Callable[[Generate, Draw], Tensor]
+"""Returns sequences of the model's own text, int64 [samples, sequence_length], for the settings and the draw."""
 
 
 def token_ids(documents: Sequence[Document], tokenizer: Any) -> Tensor:
@@ -46,6 +47,29 @@ def _encoded(text: str, tokenizer: Any, *, special: bool) -> Tensor:
     # verbose=False: no warning that the text is longer than the model; it is cut into sequences afterwards
     encoded = tokenizer(text, verbose=False, return_attention_mask=False, add_special_tokens=special)
     return torch.tensor(encoded["input_ids"], dtype=torch.int64)
+
+
+def prompt_ids(settings: Generate, tokenizer: Any, count: int) -> list[list[int]]:
+    """Return the token ids of `count` prompts, or of all that there are, in an order that the seed decides.
+
+    A chat loses its last answer; text is continued. What the program writes is a chat if there is a chat template.
+    """
+    read: Sequence[Document] = requests(count, settings.seed)
+    if settings.prompts is not None and settings.prompts.name != "prompts":
+        read = [x for x in documents(settings.prompts, "calibration") if not isinstance(x, str) or x.strip()]
+    elif tokenizer.chat_template:
+        read = [[{"role": "user", "content": x}] for x in read]
+    found = []
+    for i in _order(len(read), settings.seed)[:count].tolist():
+        text = asked = read[i]
+        if not isinstance(asked, str):
+            del asked[len(asked) - (asked[-1]["role"] == "assistant") :]
+            text = rendered_one(asked, tokenizer, f"chat {i} of {len(read)}", answered=False)
+        ids = _encoded(str(text), tokenizer, special=text is asked).tolist()
+        found.append(ids[:-1] if text is asked and ids[-1:] == [tokenizer.eos_token_id] else ids)  # as some end a text
+    if not any(found):
+        raise CalibrationError("generate.prompts have no tokens: they are unknown to the tokenizer")
+    return [ids for ids in found if ids]
 
 
 def _calls_backend(tokenizer: Any) -> bool:
@@ -87,7 +111,7 @@ def read_calibration(draw: Draw, tokenizer: Any, generated: Generated | None = N
                 part = sequences_of(documents(source, "calibration"), share, draw, tokenizer, model)
             else:
                 assert generated is not None  # noqa: S101 - who has such a recipe passes it
-                part = generated(source.generate, draw.sequence_length)
+                part = generated(source.generate, draw)
                 part = part[_order(len(part), draw.seed)[:share]]
         except CalibrationError as error:
             raise type(error)(f"datasets[{i}]: {error}" if many else str(error)) from error
@@ -114,8 +138,8 @@ def calibration_sequences(
 
     With `bos`, from `beginning`, each window begins with that token, which counts in its length.
     """
-    windows = _windows(ids, samples, sequence_length, bos, "calibration")
-    return windows[_order(len(windows), seed)[:samples]]
+    found = full_windows(ids, samples, sequence_length, bos, "calibration")
+    return found[_order(len(found), seed)[:samples]]
 
 
 def evaluation_windows(
@@ -130,7 +154,7 @@ def evaluation_windows(
             f"evaluation: sequence_length {sequence_length} is longer than the model's {limit} positions; set "
             f"evaluate.token_perplexity.sequence_length to {limit} or less"
         )
-    return _windows(ids, samples or 1, sequence_length, bos, "evaluation")[:samples]
+    return full_windows(ids, samples or 1, sequence_length, bos, "evaluation")[:samples]
 
 
 def fingerprint(ids: Tensor) -> str:
@@ -140,7 +164,8 @@ def fingerprint(ids: Tensor) -> str:
     return digest.hexdigest()
 
 
-def _windows(ids: Tensor, needed: int, length: int, bos: int | None, purpose: str) -> Tensor:
+def full_windows(ids: Tensor, needed: int, length: int, bos: int | None, purpose: str) -> Tensor:
+    """Cut text, int64 [tokens], into all its windows, int64 [windows, length]; refuse fewer than `needed`."""
     own = length  # tokens of text in a window
     if bos is not None:
         own -= 1

@@ -1,4 +1,4 @@
-"""Text that a model writes: after a prompt, or by itself, to calibrate with (as in LLM-QAT, arXiv 2305.17888)."""
+"""Text that a model writes: answers, and text to calibrate with (as in LLM-QAT, arXiv 2305.17888)."""
 
 from __future__ import annotations
 
@@ -26,39 +26,49 @@ def first_token(tokenizer: Any, model: Any) -> int:
     )
 
 
-def sample_sequences(
-    model: Any, first: int, settings: Generate, length: int, progress: Callable[[int, int], None] = lambda _i, _n: None
-) -> Tensor:
-    """Sample sequences from the model's unchanged predictions: int64 [samples, length], on the CPU.
+def sample_texts(
+    model: Any, prompts: Sequence[Sequence[int]], tokens: int, needed: int, settings: Generate, *,
+    ends: Sequence[int] = (), progress: Callable[[int, int], None] = lambda _i, _n: None,
+) -> Tensor:  # fmt: skip
+    """Sample what follows prompts from the model's unchanged predictions: int64 [tokens], prompts included, on the CPU.
 
-    A sequence begins with `first`. It goes on after an end-of-text token, as packed training text does, so that all
-    have the same length. The global random state is unchanged. All weights have to be in memory; `progress` is called
-    with the number of sequences done and their total.
+    A prompt is followed by at most `tokens`, up to one of `ends`; without these, text goes on after its end, as packed
+    training text does. Prompts are taken until there are `needed` tokens in all, or no more prompts. The global random
+    state is unchanged. All weights have to be in memory; `progress` is called with the tokens so far and `needed`.
     """
     from transformers import GenerationConfig
 
-    sampling = GenerationConfig(do_sample=True, top_k=0, top_p=1.0, max_new_tokens=length - 1)
+    pad = next(iter(ends), 0)
+    sampling = GenerationConfig(
+        do_sample=True, top_k=0, top_p=1.0, max_new_tokens=tokens, eos_token_id=[*ends] or None, pad_token_id=pad
+    )
     devices = [model.device] if model.device.type == "cuda" else []
-    written: list[Tensor] = []
+    text = list[int]()
     # `generate` would fill in the model's own top-k, end tokens and so on.
     plain = patch.object(model, "generation_config", GenerationConfig())
     try:
         with plain, torch.random.fork_rng(devices), torch.no_grad():
             torch.manual_seed(settings.seed)
-            for start in range(0, settings.samples, settings.batch_size):
-                progress(start, settings.samples)
-                count = min(settings.batch_size, settings.samples - start)
-                begun = torch.full((count, 1), first, device=model.device)
-                ids = model.generate(begun, attention_mask=torch.ones_like(begun), generation_config=sampling)
-                written.append(ids.cpu())
+            for start in range(0, len(prompts), settings.batch_size):
+                progress(len(text), needed)
+                some = prompts[start : start + settings.batch_size]
+                width = max(map(len, some))
+                ids = torch.tensor([[pad] * (width - len(x)) + [*x] for x in some], device=model.device)
+                mask = torch.tensor([[0] * (width - len(x)) + [1] * len(x) for x in some], device=model.device)
+                written = model.generate(ids, attention_mask=mask, generation_config=sampling)[:, width:].tolist()
+                for prompt, answer in zip(some, written, strict=True):
+                    ended = next((i + 1 for i, token in enumerate(answer) if token in ends), len(answer))
+                    text += [*prompt, *answer[:ended]]
+                if len(text) >= needed:
+                    break
     except RuntimeError as error:
         if "probability tensor" not in str(error):
             raise
         raise CalibrationError(
             "generate: the model's probabilities are not finite; check the model's weights"
         ) from error
-    progress(settings.samples, settings.samples)
-    return torch.cat(written)
+    progress(len(text), needed)
+    return torch.tensor(text)
 
 
 def check_ids(model: Any, ids: Tensor, tokenizer: Any | None = None, what: str = "the prompt") -> None:
@@ -88,6 +98,13 @@ def check_room(model: Any, prompt: int, tokens: int, said_by: str) -> None:
         )
 
 
+def end_tokens(model: Any, tokenizer: Any) -> list[int]:
+    """Return the ids of the tokens that end an answer: the generation settings', else the tokenizer's."""
+    own = model.generation_config.eos_token_id
+    ends = tokenizer.eos_token_id if own is None else own
+    return ends if isinstance(ends, list) else [] if ends is None else [ends]
+
+
 def greedy(
     model: Any, tokenizer: Any, ids: Tensor, tokens: int, *, mask: Tensor | None = None,
     processors: Sequence[Callable[[Tensor, Tensor], Tensor]] = (),
@@ -109,10 +126,9 @@ def greedy(
     """
     from transformers import GenerationConfig
 
-    own = model.generation_config
-    ends = own.eos_token_id if own.eos_token_id is not None else tokenizer.eos_token_id
-    first = ends[0] if isinstance(ends, list) else ends
-    config = GenerationConfig(do_sample=False, max_new_tokens=tokens, eos_token_id=ends, pad_token_id=first)
+    ends = end_tokens(model, tokenizer)
+    pad = next(iter(ends), None)
+    config = GenerationConfig(do_sample=False, max_new_tokens=tokens, eos_token_id=ends or None, pad_token_id=pad)
     device = next(model.parameters()).device
     ids = ids.to("cpu" if device.type == "meta" else device)  # an offloaded model moves its inputs
     mask = torch.ones_like(ids) if mask is None else mask.to(ids.device)

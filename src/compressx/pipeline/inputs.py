@@ -6,6 +6,7 @@ import dataclasses
 import logging
 from collections.abc import Iterator
 from functools import partial
+from itertools import chain
 from typing import Any, get_args
 
 import torch
@@ -15,18 +16,18 @@ from torch import Tensor
 from compressx.api.record import Arithmetic
 from compressx.blocks.difference import inputs_of
 from compressx.data.documents import UnreachableError, check_dataset, require_template
-from compressx.data.windows import Generated, fingerprint, read_calibration
+from compressx.data.windows import Generated, beginning, fingerprint, full_windows, prompt_ids, read_calibration
 from compressx.evaluation.evaluators import read_evaluators
 from compressx.models.access import Access, config_fingerprint, weights_fingerprint
 from compressx.models.architecture import architecture_of, text_config
 from compressx.models.arithmetic import run_arithmetic
 from compressx.models.blockwise import check_calls
-from compressx.models.generate import check_ids, first_token, sample_sequences
+from compressx.models.generate import check_ids, check_room, end_tokens, first_token, sample_texts
 from compressx.models.streaming import StreamedModel, open_model
 from compressx.planning.plan import Plan
 from compressx.recipe.document import Step
 from compressx.recipe.schema import LoadedRecipe, Recipe
-from compressx.recipe.sources import ComputeDtype, Generate
+from compressx.recipe.sources import ComputeDtype, Draw, Generate
 from compressx.runtime.code import code_versions
 from compressx.runtime.errors import Mistakes, RecipeError
 from compressx.stages.state import RunState, Stage
@@ -45,7 +46,7 @@ class Inputs(Stage):
             with mistakes.collected(), loaded.at(*place):
                 if check_dataset(dataset) and state.tokenizer is not None:
                     require_template(state.tokenizer)
-                if dataset.generate is not None and state.tokenizer is not None:
+                if dataset.generate and dataset.generate.prompts is None and state.tokenizer is not None:
                     first_token(state.tokenizer, state.skeleton)
         mistakes.add(*_draw_mistakes(loaded))
         if state.recipe.model.streaming is True:
@@ -119,17 +120,26 @@ def read_all(state: RunState, generated: Generated, *, evaluated: bool = True) -
     mistakes.raise_all()
 
 
-def _generated(state: RunState, settings: Generate, length: int) -> Tensor:
+def _generated(state: RunState, settings: Generate, draw: Draw) -> Tensor:
     """Return the dense model's own text, int64 [samples, length]: written by the first process, and cached on disk."""
+    tokenizer, length, needed = state.tokenizer, draw.sequence_length, settings.samples * draw.sequence_length
+    if settings.prompts is None:
+        bos, prompts, tokens = None, [[first_token(tokenizer, state.skeleton)]] * settings.samples, length - 1
+    else:
+        bos, tokens = beginning(tokenizer, draw.bos, state.skeleton), settings.tokens or 256
+        prompts = prompt_ids(settings, tokenizer, needed // 8 + 1)  # each has 8 tokens or more with its answer
+        check_room(state.skeleton, max(map(len, prompts)), tokens, "generate.prompts")
+        check_ids(state.skeleton, torch.tensor([*chain(*prompts)]), tokenizer, "a prompt")
     access = state.open()
+    ends = [] if settings.prompts is None else end_tokens(access.model, tokenizer)
 
     def compute() -> list[list[int]]:
-        ids = sample_sequences(
-            access.model, first_token(state.tokenizer, access.model), settings, length,
-            lambda i, n: state.report_progress("calibrate", i, n, "sequences generated"),
+        ids = sample_texts(
+            access.model, prompts, tokens, needed + 1, settings, ends=ends,  # one of them may be BOS
+            progress=lambda i, n: state.report_progress("calibrate", i, n, "tokens generated"),
         )  # fmt: skip
-        written: list[list[int]] = ids.tolist()
-        return written
+        written: list[list[int]] = full_windows(ids, settings.samples, length, bos, "generate").tolist()
+        return written[: settings.samples]
 
     def cached() -> list[list[int]]:
         token = conint(ge=0, lt=text_config(access.model).vocab_size)
@@ -137,7 +147,9 @@ def _generated(state: RunState, settings: Generate, length: int) -> Tensor:
         key = {
             "settings": settings.model_dump(mode="json"),
             "length": length,
-            "first": first_token(state.tokenizer, access.model),
+            "prompts": fingerprint(torch.tensor([x for prompt in prompts for x in (len(prompt), *prompt)])),
+            "bos": bos,
+            "ends": ends,
             "model": weights_fingerprint(access) if state.checkpoint is not None else "",
             "config": config_fingerprint(access.model),
             "device": access.device.type,

@@ -112,7 +112,7 @@ def check_runs(cells: Iterable[SweepRun], plugins: Plugins) -> None:
         if (texts := f"{state.plan.needs_calibration} {named}") in counted:
             continue
         try:
-            read_all(state, lambda text, length: torch.zeros(text.samples, length, dtype=torch.int64))  # as many
+            read_all(state, lambda text, draw: torch.zeros(text.samples, draw.sequence_length, dtype=torch.int64))
         except CompressxError as error:
             raise type(error)(f"{' '.join(cell.values)}: {error}") from error
         counted.add(texts)

@@ -103,7 +103,7 @@ def long_form(location: Sequence[Step], text: str) -> dict[str, Scalar] | None:
     if location[-1:] == ("model",) or tuple(location) == ("base",):
         looks_local = text.endswith(".gguf") or text.startswith((".", "/", "~")) or os.path.exists(text)  # noqa: PTH110 - a Path refuses what is too long
         return {"path" if looks_local else "id": text}
-    if location[-1:] == ("dataset",) or location[-2:-1] == ("datasets",):
+    if location[-1:] in (("dataset",), ("prompts",)) or location[-2:-1] == ("datasets",):
         return {"name": text}
     return None
 

@@ -65,17 +65,25 @@ class ModelSource(Strict):
 
 
 class Generate(Strict):
-    """Text that the dense model itself writes, from BOS on: independent sequences of `sequence_length`."""
+    """Text that the dense model itself writes: sequences that begin with BOS, or answers to prompts."""
 
     samples: StrictInt = Field(128, ge=1, description="sequences to generate, from which `samples` are drawn")
     seed: StrictInt = Field(0, ge=0, lt=2**63, description="seed of the sampled tokens")
-    batch_size: StrictInt = Field(16, ge=1, description="sequences generated at a time; affects the result")
+    batch_size: StrictInt = Field(16, ge=1, description="written at a time; affects the result")
+    prompts: DatasetField | None = Field(None, description="what the model answers: chats or text")
+    tokens: StrictInt | None = Field(None, ge=1, description="tokens of an answer at most; 256 when absent")
+
+    @model_validator(mode="after")
+    def _answers(self) -> Generate:
+        only_with(dict(self), "prompts", "tokens")
+        refuse_if(self.prompts and self.prompts.generate, "prompts cannot be generated; name a dataset", "prompts")
+        return self
 
 
 class DatasetSource(Strict):
     """Source of text. In a recipe, a plain string means `name`."""
 
-    name: str | None = Field(None, description="`wikitext`, `c4`, `python-docs`, or a dataset on the Hugging Face hub")
+    name: str | None = Field(None, description="`wikitext`, `c4`, `python-docs`, `prompts`, or a dataset of the hub")
     config: str | None = Field(None, description="configuration of the hub dataset")
     split: str | None = Field(None, description="split to read; calibration and evaluation have their own defaults")
     revision: str | None = Field(None, description="branch, tag or commit of the hub dataset")
@@ -119,6 +127,7 @@ _as_model, _as_dataset = partial(long_form, ("model",)), partial(long_form, ("da
 ModelField = Annotated[ModelSource, short_form(_as_model, str | ModelSource)]
 DatasetField = Annotated[DatasetSource, short_form(_as_dataset, str | DatasetSource)]
 WeightedField = Annotated[WeightedSource, short_form(_as_dataset, str | WeightedSource)]
+Generate.model_rebuild()
 DatasetsField = Annotated[list[WeightedField], Field(min_length=1, examples=[[{"name": "c4", "weight": 0.7}]])]
 
 

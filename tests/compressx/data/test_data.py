@@ -28,10 +28,11 @@ from compressx.data.windows import (
     calibration_sequences,
     evaluation_windows,
     fingerprint,
+    prompt_ids,
     read_calibration,
     token_ids,
 )
-from compressx.recipe.sources import DatasetSource, Draw
+from compressx.recipe.sources import DatasetSource, Draw, Generate
 from compressx.runtime.errors import CalibrationError
 
 
@@ -114,7 +115,7 @@ class TestWhatIsSeenWithoutReading:
          ({"name": "a.parquet"}, r".*parquet files are read by \{name: FOLDER\}, the folder"),
          *(({"name": x}, rf"dataset '{x}' is a path, not the name of a dataset; write \{{{key}: {x}\}}$")
            for x, key in (("./docs.txt", "text"), ("~/docs", "text"), ("a.json.gz", "json"))),
-         *(({"name": x}, f"no dataset '{x}'; did you mean '{meant}'\\? valid: c4, python-d")
+         *(({"name": x}, f"no dataset '{x}'; did you mean '{meant}'\\? valid: c4, prompts, python-d")
            for x, meant in (("wikitxt", "wikitext"), ("WikiText2", "wikitext"), ("C4", "c4"))),
          *(({"name": x}, "no dataset .*; .*valid: c4, p.*OWNER/NAME")
            for x in ("imdb", "a b/c", "org/name/part", "", "org/", "wiki\x1b[2J", "o/" + "n" * 97))],
@@ -271,6 +272,33 @@ class TestChats:
         found = source(json="a.jsonl")
         assert documents(found, "calibration") == [expected]
         assert check_dataset(found)
+
+    def test_a_prompt_is_a_chat_without_its_last_answer_or_text_that_begins_and_does_not_end(
+        self, instructed, project
+    ) -> None:
+        from tokenizers import processors
+
+        (project / "chats.json").write_text(json.dumps([{"messages": chat} for chat in CHATS]))
+        (project / "text.jsonl").write_text('{"text": "two"}\n{"text": " "}\n')
+        instructed.chat_template += "{% if add_generation_prompt %}<s>{% endif %}"
+        ends = processors.TemplateProcessing(single="<s> $A three", special_tokens=[("<s>", 0), ("three", 4)])
+        instructed.backend_tokenizer.post_processor = ends
+        instructed.eos_token = "three"  # noqa: S105 - no secret
+        chats, texts = (Generate(prompts=source(json=name)) for name in ("chats.json", "text.jsonl"))
+        assert sorted(prompt_ids(chats, instructed, 9)) == [[0, 2, 0], [0, 4, 0]]
+        assert prompt_ids(texts, instructed, 9) == [[0, 3]]
+        orders = {str(prompt_ids(chats.model_copy(update={"seed": seed}), instructed, 1)) for seed in range(9)}
+        assert orders == {"[[0, 2, 0]]", "[[0, 4, 0]]"}
+
+    def test_prompts_without_a_token_are_refused(self, project: Path) -> None:
+        class Mute:
+            chat_template = eos_token_id = None
+
+            def __call__(self, *_: object, **__: object) -> dict[str, list[int]]:
+                return {"input_ids": []}
+
+        with pytest.raises(CalibrationError, match="prompts have no tokens: they are unknown to the tokenizer"):
+            prompt_ids(Generate(prompts=source(name="prompts")), Mute(), 3)
 
     def test_chats_follow_one_another_as_the_template_writes_them_without_more_special_tokens(self, instructed) -> None:
         assert token_ids(CHATS, instructed).tolist() == [0, 2, 0, 3, 0, 4]
@@ -646,7 +674,9 @@ class TestSeveralSources:
     @pytest.mark.usefixtures("texts")
     def test_the_models_own_text_can_be_one_of_them(self, tokenizer: Any) -> None:
         mixed = Draw(datasets=[{"text": "one.txt"}, {"generate": {"samples": 8}}], samples=4, sequence_length=5)
-        windows = read_calibration(mixed, tokenizer, lambda asked, length: torch.full((asked.samples, length), 9))
+        windows = read_calibration(
+            mixed, tokenizer, lambda asked, draw: torch.full((asked.samples, draw.sequence_length), 9)
+        )
         assert (windows == 9).all(dim=1).sum() == 2
 
 

@@ -48,6 +48,11 @@ def with_text(model: Path, dataset: dict[str, Any], **values: Any) -> dict[str, 
          r"datasets\[0\]: weight 0\.01 gives this dataset 0 of 8 sequences; raise its weight"),
         ({"generate": {"samples": 7}}, {},
          r"dataset\.generate: 8 sequences are drawn from 7 generated .*samples of 8 or more"),
+        ({"generate": {"prompts": {"json": "chats.json"}}}, {}, "dataset: .* chats, but the tokenizer has no chat tem"),
+        ({"generate": {"prompts": "promts"}}, {}, r"dataset: no dataset 'promts'; did you mean 'prompts'\?"),
+        ({"generate": {"prompts": {"generate": {}}}}, {}, r"dataset\.generate\.prompts: .*prompts cannot be generated"),
+        ({"generate": {"tokens": 8}}, {}, r"dataset\.generate\.tokens: .*tokens only goes with prompts"),
+        ({"name": "prompts", "split": "train"}, {}, "dataset: dataset 'prompts' takes no split: the program writes it"),
         ([{"generate": {"samples": 5}}, {"name": "c4", "weight": 3.0}], {"samples": 24},
          r"datasets\[0\]\.generate: 6 sequences are drawn from 5"),
         *(({"name": x}, {}, f"dataset: (no )?dataset '{x}'") for x in ("wiki", "./docs.txt", "docs.jsonl", "imdb")),
@@ -183,7 +188,7 @@ class TestGenerated:
         assert ids.shape == (8, 32)
         assert (ids[:, 0] == 1).all()
         with monkeypatch.context() as patch:
-            patch.setattr("compressx.pipeline.inputs.sample_sequences", Mock(side_effect=ZeroDivisionError))
+            patch.setattr("compressx.pipeline.inputs.sample_texts", Mock(side_effect=ZeroDivisionError))
             run(given)
             assert artifacts("out") == before
             for forged in ([[1] * 31] * 8, [["1"] * 32] * 8, [[10**6] * 32] * 8):
@@ -214,7 +219,7 @@ class TestGenerated:
     )
     def test_streamed_weights_are_refused_with_what_to_do(self, model, monkeypatch, what, asked) -> None:
         monkeypatch.setattr(streaming, "free_memory", lambda *_: 1000)
-        monkeypatch.setattr("compressx.pipeline.inputs.sample_sequences", lambda *_: pytest.fail("generated"))
+        monkeypatch.setattr("compressx.pipeline.inputs.sample_texts", lambda *_, **__: pytest.fail("generated"))
         given = with_text(model, self.GENERATE) if "text" in what else recipe(model, finetune={"steps": 1})
         place = r"calibration\.dataset\.generate" if "text" in what else "finetune"
         told = rf"{place}: {what} needs all weights in memory, and model\.streaming is {str(asked).lower()} at "
@@ -239,6 +244,91 @@ class TestGenerated:
         assert report.finetune is not None
         assert report.finetune.windows == (4, 16)
         assert len(list(Path("cache/generated").iterdir())) == 2  # of 32 and of 16 tokens
+
+    @pytest.fixture
+    def chatting(self, model) -> Path:
+        """A model with a chat template, and chats whose last answer is `w17`."""
+        folder = Path(shutil.copytree(model, "chatting/model"))
+        shutil.copy(model.with_name("text.txt"), "chatting/text.txt")
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        asks = "{% if add_generation_prompt %}w10{% endif %}"
+        tokenizer.chat_template = f"{{% for m in messages %}}w9 {{{{ m.content }}}} {{% endfor %}}{asks}"
+        tokenizer.save_pretrained(folder)
+        chats = [
+            [{"role": "user", "content": f"w{i % 9} w1"}, {"role": "assistant", "content": "w17"}] for i in range(99)
+        ]
+        Path("chats.json").write_text(json.dumps([{"messages": chat} for chat in chats]))
+        return folder
+
+    ANSWERED = {"generate": {"prompts": {"json": "chats.json"}, "samples": 8, "tokens": 9}}  # noqa: RUF012 - not changed
+
+    def test_windows_are_full_of_prompts_each_with_its_answer_up_to_the_end_token(self, chatting) -> None:
+        run(with_text(chatting, self.ANSWERED))
+        (kept,) = Path("cache/generated").iterdir()
+        windows = json.loads(kept.read_text())["value"]
+        assert [len(window) for window in windows] == [32] * 8
+        text, answers = [token for window in windows for token in window], []
+        while len(text) >= 4:
+            (begins, asked, w1, turn), text = text[:4], text[4:]
+            assert (begins, w1, turn) == (12, 4, 13)  # w9, w1, w10
+            assert 3 <= asked < 12
+            answers.append(text[: text.index(2) + 1 if 2 in text[:9] else 9])
+            text = text[len(answers[-1]) :]
+        assert len({*map(tuple, answers)}) > 10
+        assert {len(answer) for answer in answers[:-1]} >= {9}
+
+    def test_answers_are_cached_until_the_prompts_or_what_is_asked_of_the_model_change(
+        self, chatting, monkeypatch
+    ) -> None:
+        run(with_text(chatting, self.ANSWERED))
+        with monkeypatch.context() as patch:
+            patch.setattr("compressx.pipeline.inputs.sample_texts", Mock(side_effect=ZeroDivisionError))
+            run(with_text(chatting, self.ANSWERED))
+            for changed in ({"seed": 4}, {"tokens": 8}):
+                with pytest.raises(ZeroDivisionError):
+                    run(with_text(chatting, {"generate": self.ANSWERED["generate"] | changed}), replace=True)
+            chats = Path("chats.json")
+            chats.write_text(chats.read_text().replace("w8 w1", "w7 w1"))  # the same file, with other text
+            with pytest.raises(ZeroDivisionError):
+                run(with_text(chatting, self.ANSWERED), replace=True)
+
+    @pytest.mark.parametrize(
+        ("asked", "message"),
+        [({"prompts": "prompts"}, r"generate\.prompts: a prompt of \d+ tokens and 256 after it are more than the mod"),
+         ({"prompts": {"json": "few.json"}, "tokens": 9}, "generate needs 128 sequences of 32 tokens; the text h")],
+        ids=["long", "few"],
+    )  # fmt: skip
+    def test_prompts_that_the_model_cannot_answer_or_that_are_too_few_are_refused(
+        self, chatting, asked, message
+    ) -> None:
+        Path("few.json").write_text(json.dumps([{"messages": [{"role": "user", "content": "w1"}]}] * 3))
+        with pytest.raises(CalibrationError, match=f"^<dict>:calibration: {message}"):
+            run(with_text(chatting, {"generate": asked}))
+
+    @pytest.mark.parametrize("template", [True, False])
+    def test_a_model_answers_what_the_program_writes_as_a_chat_where_it_can(self, models, template) -> None:
+        folder = Path(shutil.copytree(models("llama-yarn"), "long/model"))  # of 1024 positions
+        shutil.copy(models("llama-yarn").with_name("text.txt"), "long/text.txt")
+        if template:
+            tokenizer = AutoTokenizer.from_pretrained(folder)
+            tokenizer.chat_template = "{% for m in messages %}w9 {{ m.content }}{% endfor %} w10"
+            tokenizer.save_pretrained(folder)
+        run(with_text(folder, {"generate": {"prompts": "prompts", "samples": 8, "tokens": 8}}))
+        (kept,) = Path("cache/generated").iterdir()
+        ids = torch.tensor(json.loads(kept.read_text())["value"])
+        assert ids.shape == (8, 32)
+        assert (int(ids[0, 0]) == 12) == template
+
+    def test_prompts_are_a_share_of_a_mixture_and_a_probe(self, model) -> None:
+        text = {"text": str(model.with_name("text.txt"))}
+        mixed = with_text(model, [text, {"name": "prompts", "weight": 0.25}], samples=10)
+        mixed["evaluate"] = {"token_perplexity": {"dataset": "prompts", "sequence_length": 32, "samples": 4}}
+        plan(mixed)
+        report = run(mixed)
+        assert report.sparsity > 0.4
+        alone = run(mixed | with_text(model, text, samples=10) | {"output": "alone"})
+        assert report.evaluation["dense"] == alone.evaluation["dense"]
+        assert report.evaluation["pruned"] != alone.evaluation["pruned"]
 
     @pytest.mark.slow
     def test_the_first_of_two_processes_generates_what_both_prune_with(self, model, tmp_path) -> None:
