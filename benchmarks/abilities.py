@@ -1,0 +1,285 @@
+"""What a pruned model still does with its context: rules, lists and hidden sentences; and how its answers end.
+
+    python benchmarks/abilities.py --dense MODEL.gguf --models runs/a runs/b --text test.txt --output abilities
+
+| format | what is asked | chance |
+|---|---|---:|
+| in_context | as recipes/tasks/in_context.yaml: the label of a word, A or B, after 16 examples | 1/2 |
+| numbered | the same in numbered lines, with labels of two tokens, from the thirteenth of 24 examples on | 1/2 |
+| inline | the same in one line, with other labels and separators | 1/2 |
+| lookup | the word that a list gave to a name, one of twelve | 1/12 |
+| needle | the question about a sentence that is hidden in 1024 tokens | 0 |
+
+Of the first four a model is right if the right label has the likeliest first token of all labels. *Kept* is the mean
+over the formats of the share of the dense model's lead over chance that is left. Nothing is tuned on these formats.
+Errors are over documents, and those of differences from the dense model are paired by document.
+
+*Answers* are to twenty questions through the chat template, greedy, 128 tokens at most: the share that ends, and the
+share that loops, which is that its last tokens are one piece of text four times.
+
+OUTPUT gets a file for each model, as soon as it is measured, and `abilities.md`; a second run measures what is missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+
+from compressx.data.windows import beginning
+from loaded import load
+
+sys.path.append(str(Path(__file__).parents[1] / "recipes" / "tasks"))
+from in_context import KINDS
+from in_context import documents as in_context_documents
+
+DOCUMENTS = 48
+SHOTS = 24
+FIRST = 12
+"""The examples of a document, and how many come before the first that is asked."""
+NAMES = """Amos Brenda Clive Doris Edgar Fiona Gordon Hazel Ines Keith Lorna Mabel Norman Opal Percy Ruth Sidney Thelma Ursula
+Vernon"""
+QUESTIONS = (
+    "What is the capital of Italy?", "Why is the sky blue?", "Name three fruits.", "How do I boil an egg?",
+    "Write a sentence about the sea.", "What does a librarian do?", "Give me two tips for sleeping better.",
+    "Explain what a magnet is.", "What is 12 plus 30?", "Write a short poem about winter.", "Who wrote Hamlet?",
+    "What is the difference between a lake and a river?", "Suggest a name for a cat.",
+    "Translate 'good night' to Spanish.",
+    "How many days has a leap year?", "Describe a bicycle to somebody who has never seen one.",
+    "What should I pack for a day in the mountains?", "Write a polite refusal of an invitation.",
+    "What is photosynthesis?", "List four colours of the rainbow.",
+)  # fmt: skip
+TOKENS, PIECE = 128, 24
+"""Most tokens of an answer, and of a piece of text that it repeats."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A document, and where something is asked in it.
+
+    Attributes:
+        parts: texts, one after the other, each with the label that is asked after it.
+        labels: all that could be right.
+    """
+
+    parts: tuple[tuple[str, str], ...]
+    labels: tuple[str, ...]
+
+
+def in_context() -> Iterator[Asked]:
+    """Yield the documents of the task, each with its labels and then with the other ones."""
+    for row in [*in_context_documents()["test"]][: 2 * DOCUMENTS]:
+        for names in ("AB", "BA"):
+            shown = "".join(f"{x['word']}: {names[x['label']]}\n" for x in row["examples"])
+            yield Asked(((f"{shown}{row['word']}:", f" {names[row['answer']]}"),), (" A", " B"))
+
+
+def _rules(form: str, labels: Sequence[str], after: str) -> Iterator[Asked]:
+    """Yield words of two kinds, each with the label of its kind."""
+    kinds = [kind.split() for kind in KINDS]
+    for i in range(DOCUMENTS):
+        draw = random.Random(f"{form} {i}")  # noqa: S311 - documents, no secret
+        of = zip(draw.sample(kinds, 2), draw.sample(labels, 2), strict=True)
+        shown = [(word, label) for kind, label in of for word in draw.sample(kind, SHOTS // 2)]
+        lines = enumerate(draw.sample(shown, SHOTS), start=1)
+        yield _asked([(form.format(word=w, n=n), label, after) for n, (w, label) in lines], FIRST, labels)
+
+
+def lookup() -> Iterator[Asked]:
+    """Yield lists of names and words, in which each name is then asked for once."""
+    by_initial: dict[str, list[str]] = {}
+    for word in " ".join(KINDS).split():
+        by_initial.setdefault(word[0].lower(), []).append(word)
+    for i in range(DOCUMENTS):
+        draw = random.Random(f"lookup {i}")  # noqa: S311
+        initials = draw.sample(sorted(by_initial), FIRST)  # different, so that first tokens are
+        values = [draw.choice(by_initial[x]) for x in initials]
+        names = draw.sample(NAMES.split(), FIRST)
+        pairs = [(f"{name}:", f" {value}", "\n") for name, value in zip(names, values, strict=True)]
+        yield _asked(pairs + draw.sample(pairs, FIRST), FIRST, [f" {value}" for value in values])
+
+
+def _asked(shown: Sequence[tuple[str, str, str]], first: int, labels: Sequence[str]) -> Asked:
+    """Make a document of (text, label, what follows), asked from number `first` on."""
+    text = "".join("".join(x) for x in shown[:first])
+    after = ["", *(label + end for _, label, end in shown[first:])]
+    starts = [text + shown[first][0], *(before for before, _, _ in shown[first + 1 :])]
+    asked = zip(after, starts, shown[first:], strict=False)
+    return Asked(tuple((end + start, label) for end, start, (_, label, _) in asked), tuple(labels))
+
+
+@dataclass(frozen=True)
+class Format:
+    """Documents, the share that chance has right, and how many in a row are about the same words, so no two samples."""
+
+    documents: Callable[[], Iterator[Asked]]
+    chance: float
+    alike: int = 1
+
+
+FORMATS = {
+    "in_context": Format(in_context, 1 / 2, alike=4),
+    "numbered": Format(partial(_rules, "{n}. {word} => team", (" east", " west"), "\n"), 1 / 2),
+    "inline": Format(partial(_rules, "{word} /", (" cold", " warm"), " ; "), 1 / 2),
+    "lookup": Format(lookup, 1 / FIRST),
+}
+"""Formats of which labels are compared; needles, which are answered, have a chance of 0."""
+
+
+def encoded(asked: Asked, tokenizer: Any, bos: int | None) -> tuple[list[int], list[tuple[int, int]], list[int]]:
+    """Return the ids of a document, (position whose logits are read, index of the right label), and the labels' ids."""
+    text, ends = "", []
+    for part, _ in asked.parts:
+        text += part
+        ends.append(len(text))
+    coded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    ids, offsets = coded["input_ids"], coded["offset_mapping"]
+    first = [tokenizer(f"x{label}", add_special_tokens=False, return_offsets_mapping=True) for label in asked.labels]
+    labels = [
+        next(i for i, (_, end) in zip(x["input_ids"], x["offset_mapping"], strict=True) if end > 1) for x in first
+    ]
+    if len({*labels}) < len(labels):
+        raise SystemExit(f"the tokenizer gives several of {asked.labels} the same first token")
+    places = []
+    for end, (_, right) in zip(ends, asked.parts, strict=True):
+        at = max(i for i, (_, stop) in enumerate(offsets) if stop <= end)
+        if offsets[at][1] != end:
+            raise SystemExit(f"a token crosses the end of {text[:end]!r}")
+        places.append((at + (bos is not None), asked.labels.index(right)))
+    return ([] if bos is None else [bos]) + ids, places, labels
+
+
+@torch.no_grad()
+def right(model: Any, tokenizer: Any, documents: Sequence[Asked], bos: int | None, batch: int = 8) -> list[float]:
+    """Return the share of right labels of each document."""
+    coded = [encoded(x, tokenizer, bos) for x in documents]
+    found = [0.0] * len(coded)
+    order = sorted(range(len(coded)), key=lambda i: len(coded[i][0]))
+    for some in (order[i : i + batch] for i in range(0, len(order), batch)):
+        length = max(len(coded[i][0]) for i in some)  # padded on the right, which causal attention does not see
+        ids = torch.tensor([coded[i][0] + [0] * (length - len(coded[i][0])) for i in some])
+        states = model.get_decoder()(ids, use_cache=False).last_hidden_state  # [batch, length, width]
+        for states_of, i in zip(states, some, strict=True):
+            _, places, labels = coded[i]
+            logits = model.get_output_embeddings()(states_of[[at for at, _ in places]])[:, labels]  # [asked, labels]
+            found[i] = (logits.argmax(1) == torch.tensor([x for _, x in places])).double().mean().item()
+    return found
+
+
+def needles(model: Any, tokenizer: Any, text: str) -> list[float]:
+    """Return which of twenty questions about sentences hidden in 1024 tokens of a text are answered."""
+    from compressx.evaluation.needle import ANSWER_TOKENS, NeedleGrid, grid_prompts
+    from compressx.models.generate import greedy
+    from compressx.prompts.templates import text_ids
+
+    settings = NeedleGrid.model_validate({"dataset": {"text": text}, "lengths": [1024], "depths": 4})
+    asked = [*grid_prompts(tokenizer, text_ids(tokenizer, Path(text).read_text("utf-8")), settings)]
+    found = []
+    for prompt in asked:
+        said = tokenizer.decode(greedy(model, tokenizer, prompt.ids[None], ANSWER_TOKENS)[0])
+        found.append(float(prompt.answer.lower() in said.lower()))
+    return found
+
+
+def answers(model: Any, tokenizer: Any) -> dict[str, list[float]]:
+    """Return which answers end, and which loop."""
+    from compressx.models.generate import greedy
+
+    chats = [[{"role": "user", "content": question}] for question in QUESTIONS]
+    prompts = [
+        tokenizer.apply_chat_template(x, add_generation_prompt=True, return_dict=True)["input_ids"] for x in chats
+    ]
+    width, pad = max(map(len, prompts)), tokenizer.eos_token_id
+    ids = torch.tensor([[pad] * (width - len(x)) + x for x in prompts])
+    mask = torch.tensor([[0] * (width - len(x)) + [1] * len(x) for x in prompts])
+    written = greedy(model, tokenizer, ids, TOKENS, mask=mask).tolist()
+    ended = [float(pad in x) for x in written]
+    return {"ended": ended, "looped": [float(not end and loops(x)) for end, x in zip(ended, written, strict=True)]}
+
+
+def loops(ids: Sequence[int]) -> bool:
+    """Return whether token ids end with one piece, of 1 to `PIECE` tokens, four times."""
+    return any(len(ids) >= 4 * n and ids[-4 * n :] == 4 * ids[-n:] for n in range(1, PIECE + 1))
+
+
+def measures(dense: str, model: str, text: str, windows: int) -> dict[str, Callable[[], Any]]:
+    """Return what is measured of a model, by name, each to be called when it is wanted."""
+    loaded = cache(lambda: load(str(folder / "model") if (folder := Path(model) / "model").is_dir() else model))
+
+    def of_format(of: Format) -> list[float]:
+        network, tokenizer = loaded()
+        found = right(network.eval(), tokenizer, [*of.documents()], beginning(tokenizer, "auto", network))
+        return [fmean(found[i : i + of.alike]) for i in range(0, len(found), of.alike)]
+
+    return {
+        **{name: partial(of_format, x) for name, x in FORMATS.items()},
+        "needle": lambda: needles(*loaded(), text),
+        "answers": lambda: answers(*loaded()),
+    }
+
+
+def share(row: Mapping[str, Any], dense: Mapping[str, Any], name: str) -> tuple[float, float]:
+    """Return the share of the dense model's lead over chance that is left on a format, and its standard error.
+
+    The error is that of the ratio of two means over the same documents, to first order.
+    """
+    chance = FORMATS[name].chance if name in FORMATS else 0.0
+    mine, its = ([x - chance for x in values[name]] for values in (row, dense))
+    ratio = fmean(mine) / fmean(its)
+    off = [x - ratio * y for x, y in zip(mine, its, strict=True)]
+    return ratio, math.sqrt(fmean([x * x for x in off]) / (len(off) - 1)) / fmean(its)
+
+
+def table(rows: Mapping[str, Mapping[str, Any]], dense: str) -> str:
+    """Return a Markdown table: of each format the share of right answers, and the mean share kept."""
+    formats = [*FORMATS, "needle"]
+    lines = [
+        f"| | {' | '.join(formats)} | kept | answers that end | that loop |",
+        f"|---|{'---:|' * (len(formats) + 3)}",
+    ]
+    for name, row in rows.items():
+        shares = [share(row, rows[dense], x) for x in formats]
+        error = math.sqrt(sum(e * e for _, e in shares)) / len(shares)
+        kept = f"{fmean([x for x, _ in shares]):.2f} ± {error:.2f}"
+        said = [f"{fmean(row['answers'][x]):.2f}" for x in ("ended", "looped")]
+        lines.append(
+            f"| {name} | {' | '.join(f'{fmean(row[x]):.3f}' for x in formats)} | {kept} | {' | '.join(said)} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Measure what is missing of each model, and write the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dense", required=True, help="the model before it was pruned: a .gguf file or a folder")
+    parser.add_argument("--models", nargs="*", default=[], help="output folders, or folders of models")
+    parser.add_argument("--text", required=True, help="text file to measure perplexity and hide sentences in")
+    parser.add_argument("--windows", type=int, default=48, help="of 512 tokens, for perplexity")
+    parser.add_argument("--output", type=Path, required=True)
+    given = parser.parse_args()
+    given.output.mkdir(parents=True, exist_ok=True)
+    rows: dict[str, dict[str, Any]] = {}
+    for model in (given.dense, *given.models):
+        path = given.output / f"{Path(model).name}.json"
+        row = rows[model] = json.loads(path.read_text("utf-8")) if path.exists() else {}
+        for name, measure in measures(given.dense, model, given.text, given.windows).items():
+            if name not in row:
+                row[name] = measure()
+                path.write_text(json.dumps(row), "utf-8")
+                print(f"{model}: {name}", flush=True)
+    (given.output / "abilities.md").write_text(told := table(rows, given.dense), "utf-8")
+    print(told)
+
+
+if __name__ == "__main__":
+    main()
