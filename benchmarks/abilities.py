@@ -17,7 +17,9 @@ Errors are over documents, and those of differences from the dense model are pai
 *Answers* are to twenty questions through the chat template, greedy, 128 tokens at most: the share that ends, and the
 share that loops, which is that its last tokens are one piece of text four times.
 
-OUTPUT gets a file for each model, as soon as it is measured, and `abilities.md`; a second run measures what is missing.
+Beside them stand token perplexity and the distance from the dense model's predictions on plain text, and which of these
+orders the models as *kept* does. OUTPUT gets a file for each model, as soon as it is measured, and `abilities.md`; a
+second run measures what is missing.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from statistics import fmean
+from statistics import correlation, fmean
 from typing import Any
 
 import torch
@@ -47,7 +49,8 @@ DOCUMENTS = 48
 SHOTS = 24
 FIRST = 12
 """The examples of a document, and how many come before the first that is asked."""
-NAMES = """Amos Brenda Clive Doris Edgar Fiona Gordon Hazel Ines Keith Lorna Mabel Norman Opal Percy Ruth Sidney Thelma Ursula
+NAMES = """
+Amos Brenda Clive Doris Edgar Fiona Gordon Hazel Ines Keith Lorna Mabel Norman Opal Percy Ruth Sidney Thelma Ursula
 Vernon"""
 QUESTIONS = (
     "What is the capital of Italy?", "Why is the sky blue?", "Name three fruits.", "How do I boil an egg?",
@@ -59,6 +62,8 @@ QUESTIONS = (
     "What should I pack for a day in the mountains?", "Write a polite refusal of an invitation.",
     "What is photosynthesis?", "List four colours of the rainbow.",
 )  # fmt: skip
+FEW = 3
+"""Models of which no order is told."""
 TOKENS, PIECE = 128, 24
 """Most tokens of an answer, and of a piece of text that it repeats."""
 
@@ -212,19 +217,37 @@ def loops(ids: Sequence[int]) -> bool:
     return any(len(ids) >= 4 * n and ids[-4 * n :] == 4 * ids[-n:] for n in range(1, PIECE + 1))
 
 
+def figures(model: Any, tokenizer: Any, dense: Any, text: str, windows: int) -> dict[str, float]:
+    """Return token perplexity on windows of 512 tokens, and how far predictions are from the dense model's, if any."""
+    from compressx.data.windows import evaluation_windows, token_ids
+    from compressx.evaluation.fidelity import fidelity
+    from compressx.evaluation.token_perplexity import measure_tokens
+    from compressx.models.access import InMemory
+
+    ids = token_ids([Path(text).read_text("utf-8")], tokenizer)
+    read = evaluation_windows(ids, windows, 512, bos=beginning(tokenizer, "auto", model))
+    tokens = measure_tokens(InMemory(model), read, None if dense is None else InMemory(dense))
+    return {"perplexity": math.exp(tokens[0].mean()), **fidelity(tokens)}
+
+
 def measures(dense: str, model: str, text: str, windows: int) -> dict[str, Callable[[], Any]]:
     """Return what is measured of a model, by name, each to be called when it is wanted."""
-    loaded = cache(lambda: load(str(folder / "model") if (folder := Path(model) / "model").is_dir() else model))
+
+    @cache
+    def loaded(name: str) -> tuple[Any, Any]:
+        network, tokenizer = load(str(folder) if (folder := Path(name) / "model").is_dir() else name)
+        return network.eval(), tokenizer
 
     def of_format(of: Format) -> list[float]:
-        network, tokenizer = loaded()
-        found = right(network.eval(), tokenizer, [*of.documents()], beginning(tokenizer, "auto", network))
+        network, tokenizer = loaded(model)
+        found = right(network, tokenizer, [*of.documents()], beginning(tokenizer, "auto", network))
         return [fmean(found[i : i + of.alike]) for i in range(0, len(found), of.alike)]
 
     return {
+        "figures": lambda: figures(*loaded(model), None if model == dense else loaded(dense)[0], text, windows),
         **{name: partial(of_format, x) for name, x in FORMATS.items()},
-        "needle": lambda: needles(*loaded(), text),
-        "answers": lambda: answers(*loaded()),
+        "needle": lambda: needles(*loaded(model), text),
+        "answers": lambda: answers(*loaded(model)),
     }
 
 
@@ -240,22 +263,41 @@ def share(row: Mapping[str, Any], dense: Mapping[str, Any], name: str) -> tuple[
     return ratio, math.sqrt(fmean([x * x for x in off]) / (len(off) - 1)) / fmean(its)
 
 
+FIGURES = {"perplexity": ".2f", "kl_divergence": ".3f", "top1_agreement": ".3f", "context_gain": ".3f"}
+"""Figures of plain text in the table, and how they are written."""
+
+
+def kept(row: Mapping[str, Any], dense: Mapping[str, Any]) -> tuple[float, float]:
+    """Return the mean of `share` over the formats, and its standard error."""
+    shares = [share(row, dense, name) for name in (*FORMATS, "needle")]
+    return fmean([x for x, _ in shares]), math.sqrt(sum(error**2 for _, error in shares)) / len(shares)
+
+
 def table(rows: Mapping[str, Mapping[str, Any]], dense: str) -> str:
-    """Return a Markdown table: of each format the share of right answers, and the mean share kept."""
+    """Return a Markdown table, a row for each model."""
     formats = [*FORMATS, "needle"]
-    lines = [
-        f"| | {' | '.join(formats)} | kept | answers that end | that loop |",
-        f"|---|{'---:|' * (len(formats) + 3)}",
-    ]
-    for name, row in rows.items():
-        shares = [share(row, rows[dense], x) for x in formats]
-        error = math.sqrt(sum(e * e for _, e in shares)) / len(shares)
-        kept = f"{fmean([x for x, _ in shares]):.2f} ± {error:.2f}"
-        said = [f"{fmean(row['answers'][x]):.2f}" for x in ("ended", "looped")]
-        lines.append(
-            f"| {name} | {' | '.join(f'{fmean(row[x]):.3f}' for x in formats)} | {kept} | {' | '.join(said)} |"
-        )
-    return "\n".join(lines) + "\n"
+    columns = [*FIGURES, *formats, "kept", "answers that end", "that loop"]
+    lines = ["", *columns], ["---", *["---:"] * len(columns)]
+    cells = [
+        [name, *(format(row["figures"][x], how) if x in row["figures"] else "" for x, how in FIGURES.items()),
+         *(f"{fmean(row[x]):.3f}" for x in formats), "{:.2f} ± {:.2f}".format(*kept(row, rows[dense])),
+         *(f"{fmean(row['answers'][x]):.2f}" for x in ("ended", "looped"))]
+        for name, row in rows.items()
+    ]  # fmt: skip
+    return "".join(f"| {' | '.join(line)} |\n" for line in (*lines, *cells))
+
+
+def orders(rows: Mapping[str, Mapping[str, Any]], dense: str) -> dict[str, float]:
+    """Return Spearman's correlation of each figure of plain text with what is kept, over the pruned models."""
+    pruned = [row for name, row in rows.items() if name != dense]
+    abilities = [kept(row, rows[dense])[0] for row in pruned]
+    return {name: spearman([row["figures"][name] for row in pruned], abilities) for name in FIGURES}
+
+
+def spearman(one: Sequence[float], other: Sequence[float]) -> float:
+    """Return the rank correlation of two sequences; equal values get the mean of their ranks."""
+    ranks = [[fmean([i for i, y in enumerate(sorted(of)) if y == x]) for x in of] for of in (one, other)]
+    return correlation(*ranks)
 
 
 def main() -> None:
@@ -277,7 +319,12 @@ def main() -> None:
                 row[name] = measure()
                 path.write_text(json.dumps(row), "utf-8")
                 print(f"{model}: {name}", flush=True)
-    (given.output / "abilities.md").write_text(told := table(rows, given.dense), "utf-8")
+    told = table(rows, given.dense)
+    if len(rows) > FEW:
+        told += "".join(
+            f"\n{name}: rank correlation with kept {x:+.2f}" for name, x in orders(rows, given.dense).items()
+        )
+    (given.output / "abilities.md").write_text(f"{told}\n", "utf-8")
     print(told)
 
 
