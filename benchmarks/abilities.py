@@ -212,7 +212,7 @@ def answers(model: Any, tokenizer: Any) -> dict[str, list[float]]:
     return {"ended": ended, "looped": [float(not end and loops(x)) for end, x in zip(ended, written, strict=True)]}
 
 
-def loops(ids: Sequence[int]) -> bool:
+def loops(ids: list[int]) -> bool:
     """Return whether token ids end with one piece, of 1 to `PIECE` tokens, four times."""
     return any(len(ids) >= 4 * n and ids[-4 * n :] == 4 * ids[-n:] for n in range(1, PIECE + 1))
 
