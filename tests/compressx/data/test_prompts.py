@@ -20,11 +20,7 @@ from compressx.prompts.needles import CHOOSING, MEASURING
 from compressx.recipe.sources import DatasetSource
 
 IN_CONTEXT = Path(__file__).parents[3] / "recipes/tasks/in_context.py"
-ABILITIES = (
-    "A B one two east west cold warm "  # the labels of benchmarks/abilities.py, and its names
-    "Amos Brenda Clive Doris Edgar Fiona Gordon Hazel Ines Keith Lorna Mabel Norman Opal Percy Ruth Sidney Thelma "
-    "Ursula Vernon"
-)
+ABILITIES = Path(__file__).parents[3] / "benchmarks/abilities.py"
 FUNCTION_WORDS = {"a", "and", "in", "is", "of", "s", "the", "to", "was", "what", "where"}
 
 
@@ -71,7 +67,12 @@ def test_no_word_is_one_of_what_abilities_are_measured_with(written) -> None:
     """Of recipes/tasks/in_context.py, benchmarks/abilities.py and the hidden sentences."""
     kinds = runpy.run_path(str(IN_CONTEXT))["KINDS"]
     hidden = [part for fact in CHOOSING + MEASURING for part in (fact.sentence, fact.question, fact.answer)]
-    measured = words([*kinds, ABILITIES, *hidden]) - FUNCTION_WORDS
+    source = ABILITIES.read_text()
+    (names,) = re.findall(r'^NAMES = """(.*?)"""', source, flags=re.DOTALL | re.MULTILINE)
+    labels = [*chain(*re.findall(r'\(" (\w+)", " (\w+)"\)', source))]
+    assert len(names.split()) >= 20
+    assert {"A", "B", "east", "west"} <= {*labels}
+    measured = words([*kinds, names, *labels, *hidden]) - FUNCTION_WORDS
     assert len(measured) > 200
     assert words(chain(*written.values())) & measured == set()
     assert not {"A", "B"} & {word for text in chain(*written.values()) for word in text.split()}
