@@ -29,8 +29,8 @@ class EvaluatedModel:
         selection: returns what shortens prompts as the recipe's `select_tokens` says, which takes a run of the model at
             the first call; None without that section.
         progress: called with the steps done and their total.
-        dense: opens the dense model, an access as above, which keeps its memory as long as something holds it; None
-            where the dense model itself is measured, and unless `EvaluatorSpec.compares` is set.
+        dense: opens the dense model, an access as above, which is freed once nothing holds it; None where the dense
+            model itself is measured, and unless `EvaluatorSpec.compares` is set.
     """
 
     access: Any

@@ -43,10 +43,8 @@ def flips(dense: Any, other: Any) -> Flips | None:
     if not all(isinstance(text, str) and re.fullmatch("[1-9a-f][0-9a-f]*", text) for text in (dense, other)):
         return None
     before, after = int(dense, 16), int(other, 16)
-    if before.bit_length() != after.bit_length():
-        return None
-    lost, won = (before & ~after).bit_count(), (after & ~before).bit_count()
-    return Flips(lost, won, mcnemar(lost, won))
+    both = (before & ~after).bit_count(), (after & ~before).bit_count()
+    return Flips(*both, mcnemar(*both)) if before.bit_length() == after.bit_length() else None
 
 
 def flips_in(evaluation: Mapping[str, Mapping[str, Any]]) -> dict[tuple[str, str], Flips]:

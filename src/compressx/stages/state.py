@@ -157,8 +157,7 @@ class RunState:
     @property
     def needs_dense(self) -> bool:
         """Whether the dense model is needed after it was pruned: to train towards, or to compare with."""
-        tuning = self.recipe.finetune
-        return (tuning is not None and tuning.teacher == "dense") or self.compared_with is not None
+        return self.compared_with is not None or getattr(self.recipe.finetune, "teacher", None) == "dense"
 
     @property
     def planned_model(self) -> PlannedModel:

@@ -10,6 +10,7 @@ from tests.compressx.gguf_files import write_gguf
 from tests.compressx.pipeline.runs import MAGNITUDE, artifacts, recipe, stopped_at
 
 import compressx
+from compressx.evaluation.fidelity import FIGURES
 from compressx.models.checkpoint import find_checkpoint
 from compressx.models.loading import load_model, load_tokenizer
 from compressx.pipeline.run import run
@@ -17,7 +18,7 @@ from compressx.recipe.sources import ModelSource
 from compressx.report.compare import side_by_side
 from compressx.report.section import Best
 
-COMPARED = {"perplexity_ratio", "kl_divergence", "top1_agreement", "kl_divergence_median", "kl_divergence_99%"}
+COMPARED = {*FIGURES} - {"context_gain"}
 
 
 def asked(model: Path, /, **sections: Any) -> dict[str, Any]:

@@ -109,7 +109,7 @@ def test_the_smaller_model_computes_what_the_one_with_zeros_does_and_its_files_s
 
     settings, _ = evaluate_section(Path("out/recipe.yaml"), [], load_plugins())
     pruned = report.evaluation["pruned"]["token_perplexity"]
-    found = evaluate_saved(source_of("out"), settings, load_plugins())["token_perplexity"]
+    found = evaluate_saved(source_of("out"), settings, load_plugins())["pruned"]["token_perplexity"]
     assert found == pytest.approx(pruned, rel=1e-6)
     assert pruned != report.evaluation["dense"]["token_perplexity"]
 
