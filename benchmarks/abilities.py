@@ -11,8 +11,9 @@
 | needle | the question about a sentence that is hidden in 1024 tokens | 0 |
 
 Of the first four a model is right if the right label has the likeliest first token of all labels. *Kept* is the mean
-over the formats of the share of the dense model's lead over chance that is left. Nothing is tuned on these formats.
-Errors are over documents, and those of differences from the dense model are paired by document.
+of the share of the dense model's lead over chance that is left, over the formats in which it leads by twice the error.
+Nothing is tuned on these formats. Errors are over documents, and those of differences from the dense model are paired
+by document.
 
 *Answers* are to twenty questions through the chat template, greedy, 128 tokens at most: the share that ends, and the
 share that loops, which is that its last tokens are one piece of text four times.
@@ -33,7 +34,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from statistics import correlation, fmean
+from statistics import correlation, fmean, stdev
 from typing import Any
 
 import torch
@@ -197,18 +198,20 @@ def needles(model: Any, tokenizer: Any, text: str) -> list[float]:
 
 
 def answers(model: Any, tokenizer: Any) -> dict[str, list[float]]:
-    """Return which answers end, and which loop."""
-    from compressx.models.generate import greedy
+    """Return which answers end, and which loop; none without a chat template."""
+    from compressx.models.generate import end_tokens, greedy
 
+    if not tokenizer.chat_template:
+        return {"ended": [], "looped": []}
     chats = [[{"role": "user", "content": question}] for question in QUESTIONS]
     prompts = [
         tokenizer.apply_chat_template(x, add_generation_prompt=True, return_dict=True)["input_ids"] for x in chats
     ]
-    width, pad = max(map(len, prompts)), tokenizer.eos_token_id
-    ids = torch.tensor([[pad] * (width - len(x)) + x for x in prompts])
+    width, ends = max(map(len, prompts)), {*end_tokens(model, tokenizer)}  # of a turn, and of the text
+    ids = torch.tensor([[0] * (width - len(x)) + x for x in prompts])
     mask = torch.tensor([[0] * (width - len(x)) + [1] * len(x) for x in prompts])
     written = greedy(model, tokenizer, ids, TOKENS, mask=mask).tolist()
-    ended = [float(pad in x) for x in written]
+    ended = [float(not ends.isdisjoint(x)) for x in written]
     return {"ended": ended, "looped": [float(not end and loops(x)) for end, x in zip(ended, written, strict=True)]}
 
 
@@ -267,9 +270,17 @@ FIGURES = {"perplexity": ".2f", "kl_divergence": ".3f", "top1_agreement": ".3f",
 """Figures of plain text in the table, and how they are written."""
 
 
+def leads(dense: Mapping[str, Any], name: str) -> bool:
+    """Return whether the dense model is better than chance by twice the standard error: else a share of it is noise."""
+    ahead = [x - (FORMATS[name].chance if name in FORMATS else 0.0) for x in dense[name]]
+    return fmean(ahead) > 2 * stdev(ahead) / math.sqrt(len(ahead))
+
+
 def kept(row: Mapping[str, Any], dense: Mapping[str, Any]) -> tuple[float, float]:
-    """Return the mean of `share` over the formats, and its standard error."""
-    shares = [share(row, dense, name) for name in (*FORMATS, "needle")]
+    """Return the mean of `share` over the formats in which the dense model leads, and its standard error."""
+    shares = [share(row, dense, name) for name in (*FORMATS, "needle") if leads(dense, name)]
+    if not shares:
+        raise SystemExit("the dense model is no better than chance in any format, so nothing can be kept")
     return fmean([x for x, _ in shares]), math.sqrt(sum(error**2 for _, error in shares)) / len(shares)
 
 
@@ -281,7 +292,7 @@ def table(rows: Mapping[str, Mapping[str, Any]], dense: str) -> str:
     cells = [
         [name, *(format(row["figures"][x], how) if x in row["figures"] else "" for x, how in FIGURES.items()),
          *(f"{fmean(row[x]):.3f}" for x in formats), "{:.2f} ± {:.2f}".format(*kept(row, rows[dense])),
-         *(f"{fmean(row['answers'][x]):.2f}" for x in ("ended", "looped"))]
+         *(f"{fmean(of):.2f}" if (of := row["answers"][x]) else "" for x in ("ended", "looped"))]
         for name, row in rows.items()
     ]  # fmt: skip
     return "".join(f"| {' | '.join(line)} |\n" for line in (*lines, *cells))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -100,6 +102,20 @@ def test_what_is_kept_is_a_share_of_the_lead_over_chance_and_its_error_is_that_o
     assert abilities.share(rows[1], rows[1], "inline") == (1.0, 0.0)
 
 
+def test_formats_in_which_the_dense_model_does_not_lead_say_nothing_of_what_is_kept() -> None:
+    dense = {
+        "in_context": [0.5, 0.5],
+        "numbered": [0.4, 0.7],
+        "inline": [0.9, 0.8],
+        "lookup": [0.1, 0.0],
+        "needle": [1.0, 1.0],
+    }
+    assert [name for name in dense if abilities.leads(dense, name)] == ["inline", "needle"]
+    assert abilities.kept({**dense, "in_context": [1.0, 1.0], "needle": [0.5, 0.5]}, dense)[0] == pytest.approx(0.75)
+    with pytest.raises(SystemExit, match="no better than chance"):
+        abilities.kept(dense, {**dense, "inline": [0.5, 0.5], "needle": [0.0, 0.0]})
+
+
 @pytest.mark.parametrize(
     ("ids", "looped"),
     [([1, 2, 3, 4], False), ([9, 5, 5, 5, 5], True), ([5, 5, 5], False), ([0, *[1, 2, 3] * 4], True),
@@ -113,3 +129,26 @@ def test_a_rank_correlation_knows_no_scale_and_shares_the_ranks_of_equal_values(
     assert abilities.spearman([1.0, 2.0, 3.0], [10.0, 100.0, 1000.0]) == pytest.approx(1.0)
     assert abilities.spearman([1.0, 2.0, 3.0], [3.0, 2.0, 1.0]) == pytest.approx(-1.0)
     assert abilities.spearman([1.0, 1.0, 2.0], [5.0, 6.0, 7.0]) == pytest.approx(3**0.5 / 2)
+
+
+@pytest.mark.slow
+def test_a_second_run_measures_nothing_again_and_a_model_keeps_all_of_itself(
+    smollm2_short_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text, copy = tmp_path / "text.txt", tmp_path / "copy"
+    text.write_text("The rain fell on the roof of the old house. " * 150)
+    copy.symlink_to(smollm2_short_folder)
+    monkeypatch.setattr(abilities, "DOCUMENTS", 2)
+    monkeypatch.setattr(abilities, "TOKENS", 4)
+    monkeypatch.setattr(abilities, "needles", lambda *_: [1.0, 0.5, 1.0])  # a thousand tokens each
+    arguments = ["--models", str(copy), "--text", str(text), "--windows", "2", "--output", str(tmp_path / "out")]
+    monkeypatch.setattr(sys, "argv", ["abilities.py", "--dense", str(smollm2_short_folder), *arguments])
+    abilities.main()
+    told = capsys.readouterr().out
+    assert f"{copy}: answers" in told
+    row = next(line for line in told.splitlines() if line.startswith(f"| {copy}"))
+    figures = [cell.strip() for cell in row.strip("|").split("|")]
+    assert figures[2:4] == ["0.000", "1.000"], "no divergence from itself, and always the same first choice"
+    assert "1.00 ± 0.00" in figures
+    abilities.main()
+    assert ": answers" not in capsys.readouterr().out

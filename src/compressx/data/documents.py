@@ -335,20 +335,20 @@ _SHORT_NAMES: Mapping[str, tuple[str, str | None]] = {
 """Datasets of the hub, each with its configuration."""
 
 _BUILT_IN = {"python-docs": "it comes with Python", "prompts": "the program writes it"}
+_PROMPTS = {"calibration": (prompts.CALIBRATION, 8192), "evaluation": (prompts.EVALUATION, 1024)}
 
 # A shard of C4 has about 150 million tokens; 8192 documents (four million tokens) give 1900 sequences of 2048 to draw
 # from. SparseGPT evaluates on the first 1100 validation documents. With a configuration, datasets would expect all
 # 1024 shards.
 _C4: Mapping[Purpose, tuple[str, int]] = {"calibration": ("train", 8192), "evaluation": ("validation", 1100)}
-_PROMPTS = {"calibration": (prompts.CALIBRATION, 8192), "evaluation": (prompts.EVALUATION, 1024)}
 _C4_SHARDS = {"train": "en/c4-train.00000-of-01024.json.gz", "validation": "en/c4-validation.00000-of-00008.json.gz"}
 
 
 def documents(source: DatasetSource, purpose: Purpose) -> list[Document]:
     """Read the documents of a dataset: files of text, rows of JSON or of a hub dataset, or those of a short name.
 
-    The purpose selects the split. The order is fixed; all are text or all are chats. Some may be empty,
-    such as the blank rows of WikiText.
+    The purpose selects the split. The order is fixed; all are text or all are chats. Some may be empty, such as the
+    blank rows of WikiText.
     """
     _check_keys(source)
     found: Iterable[Document | None]
