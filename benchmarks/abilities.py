@@ -273,7 +273,7 @@ FIGURES = {"perplexity": ".2f", "kl_divergence": ".3f", "top1_agreement": ".3f",
 def leads(dense: Mapping[str, Any], name: str) -> bool:
     """Return whether the dense model is better than chance by twice the standard error: else a share of it is noise."""
     ahead = [x - (FORMATS[name].chance if name in FORMATS else 0.0) for x in dense[name]]
-    return fmean(ahead) > 2 * stdev(ahead) / math.sqrt(len(ahead))
+    return bool(fmean(ahead) > 2 * stdev(ahead) / math.sqrt(len(ahead)))
 
 
 def kept(row: Mapping[str, Any], dense: Mapping[str, Any]) -> tuple[float, float]:
