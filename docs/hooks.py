@@ -106,11 +106,13 @@ def _type(described: dict[str, Any]) -> str:
 _LIMITS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 
 
-def _models(model: type[BaseModel]) -> Iterator[type[BaseModel]]:
-    yield model
-    for field in model.model_fields.values():
-        for inner in _inside(field.annotation):
-            yield from _models(inner)
+def _models(model: type[BaseModel]) -> list[type[BaseModel]]:
+    """Every model in the keys of this one, each once: a dataset can hold another dataset."""
+    found = [model]
+    for one in found:  # grows while it is read
+        inside = (inner for field in one.model_fields.values() for inner in _inside(field.annotation))
+        found += [inner for inner in dict.fromkeys(inside) if inner not in found]
+    return found
 
 
 def _inside(annotation: object) -> Iterator[type[BaseModel]]:

@@ -88,7 +88,7 @@ def test_every_plugin_arrives_through_its_entry_point(fresh, tmp_path):
     assert {name: record["distribution"] for name, record in records.items()} == expected
     kinds = ("pruners", "token_selectors", "evaluators", "exporters")
     offered = {name: [x for kind in kinds for x in record[kind]] for name, record in records.items()}
-    several = {"random-tokens": ["random"]}
+    several = {"random-tokens": ["random"], "token_perplexity": ["token_perplexity", "fidelity"]}
     assert offered == {name: [name] for name in expected} | several
     for record in records.values():
         assert (record["status"], record["source"]) == ("loaded", "entry point")
