@@ -101,7 +101,8 @@ def beginning(tokenizer: Any, bos: Bos, model: Any | None = None) -> int | None:
 def read_calibration(draw: Draw, tokenizer: Any, generated: Generated | None = None, model: Any = None) -> Tensor:
     """Read the calibration split of each source and draw its share of sequences, int64 [samples, sequence_length].
 
-    Windows of several sources are shuffled together, so that every batch and whatever is held out has some of each.
+    Windows of several sources take turns, so that every stretch of them, such as what is held out, has of each its
+    share, give or take one.
     `generated` returns the model's own text, and `bos: auto` asks for the model.
     """
     many, drawn = len(draw.sources) > 1, []
@@ -116,8 +117,8 @@ def read_calibration(draw: Draw, tokenizer: Any, generated: Generated | None = N
         except CalibrationError as error:
             raise type(error)(f"datasets[{i}]: {error}" if many else str(error)) from error
         drawn.append(part)
-    windows = torch.cat(drawn)
-    return windows[_order(len(windows), draw.seed)] if many else windows
+    turns = torch.cat([(torch.arange(len(part)) + 0.5) / len(part) for part in drawn])
+    return torch.cat(drawn)[turns.argsort(stable=True)]
 
 
 def sequences_of(documents: Sequence[Document], samples: int, draw: Draw, tokenizer: Any, model: Any = None) -> Tensor:
