@@ -25,7 +25,7 @@ from compressx.models.access import Access, Device, device_for
 from compressx.models.architecture import architecture_of, find_blocks, vocabularies_differ
 from compressx.models.checkpoint import find_checkpoint, keep_settings, local_folder
 from compressx.models.export import SETTINGS, left_out, output_folder
-from compressx.models.loading import load_model, load_skeleton, load_tokenizer
+from compressx.models.loading import load_model, load_skeleton, load_tokenizer, tokens_differ
 from compressx.models.packed_folder import needs_base
 from compressx.models.shards import OUTSIDE, save_model
 from compressx.models.streaming import open_model
@@ -129,10 +129,12 @@ def evaluate_saved(
         selecting.check(skeleton, tokenizer)
     others = [] if against is None else [find_checkpoint(against)]
     mistakes = Mistakes()
-    for model in (skeleton, *map(load_skeleton, others)):
-        if wrong := vocabularies_differ(model, skeleton):
+    check_evaluators(settings, plugins, skeleton, tokenizer, mistakes)
+    for other in others:
+        dense_skeleton = load_skeleton(other)
+        if wrong := vocabularies_differ(dense_skeleton, skeleton) or tokens_differ(other, tokenizer):
             mistakes.add(RecipeError(f"--against: the dense model has {wrong}"))
-        check_evaluators(settings, plugins, model, tokenizer, mistakes)
+        check_evaluators(settings, plugins, dense_skeleton, tokenizer, mistakes)
     mistakes.raise_all()
     ready = read_evaluators(settings, plugins, tokenizer, skeleton)
     measure = partial(run_evaluators, tokenizer=tokenizer, evaluators=ready, selecting=selecting, progress=progress)

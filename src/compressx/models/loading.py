@@ -259,6 +259,18 @@ def load_tokenizer(checkpoint: Checkpoint) -> Any:
     return tokenizer
 
 
+def tokens_differ(checkpoint: Checkpoint, tokenizer: Any) -> str:
+    """Say which of a model's tokens is another one by a tokenizer; empty where predictions can be compared.
+
+    Fine-tunes rename tokens that were reserved: one of a hundred may differ.
+    """
+    its, own = ({i: token for token, i in x.get_vocab().items()} for x in (load_tokenizer(checkpoint), tokenizer))
+    wrong = [i for i in sorted(its.keys() & own.keys()) if its[i] != own[i]]
+    if 100 * len(wrong) <= len(own):
+        return ""
+    return f"{its[wrong[0]]!r} as token {wrong[0]} and the model {own[wrong[0]]!r}; expected the same vocabulary"
+
+
 def _config(checkpoint: Checkpoint) -> Any:
     from transformers import AutoConfig
 

@@ -19,7 +19,7 @@ from compressx.models.architecture import architecture_of, find_blocks, position
 from compressx.models.blockwise import skipped
 from compressx.models.checkpoint import find_checkpoint
 from compressx.models.export import refuse_overwriting
-from compressx.models.loading import load_skeleton
+from compressx.models.loading import load_skeleton, tokens_differ
 from compressx.models.streaming import free_memory, open_model
 from compressx.planning.plan import Plan
 from compressx.planning.targets import matching_planned
@@ -109,7 +109,7 @@ class FineTuning(Stage):
                 with mistakes.collected(), loaded.at("output"):
                     refuse_overwriting(state.recipe.output, "teacher of finetune", settings.teacher.path)
             with mistakes.collected(), loaded.at("finetune", "teacher"):
-                _check_teacher(settings.teacher, 0 if text is None else text.sequence_length, skeleton)
+                _check_teacher(settings.teacher, 0 if text is None else text.sequence_length, skeleton, state.tokenizer)
         if plan is not None:
             with mistakes.collected():
                 _check_adapters(loaded, settings, skeleton, [linear.name for linear in plan.linears])
@@ -261,9 +261,12 @@ def _mistakes(loaded: LoadedRecipe, settings: Finetune, skeleton: Any) -> Iterat
             yield kind(f"{loaded.where('finetune', *key)}: {why}")
 
 
-def _check_teacher(source: ModelSource, tokens: int, skeleton: Any) -> None:
+def _check_teacher(source: ModelSource, tokens: int, skeleton: Any, tokenizer: Any) -> None:
     """Refuse a teacher whose predictions cannot be compared with the model's."""
-    wrong = vocabularies_differ(found := load_skeleton(find_checkpoint(source)), skeleton)
+    found = load_skeleton(checkpoint := find_checkpoint(source))
+    wrong = vocabularies_differ(found, skeleton)
+    if not wrong and tokenizer is not None:
+        wrong = tokens_differ(checkpoint, tokenizer)
     if tokens > (positions := positions_of(found)):
         wrong = f"{positions} positions, and sequences have {tokens} tokens; lower sequence_length, or choose another"
     if wrong:

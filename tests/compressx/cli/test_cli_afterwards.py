@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from tests.compressx.cli.commands import RECIPE, TEXT, invoke, printed, refused
-from tests.compressx.saved import save_tiny
+from tests.compressx.saved import rename_tokens, save_tiny
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from compressx.masks import MaskSet
@@ -98,6 +99,13 @@ def test_a_dense_model_of_another_vocabulary_is_refused(work):
     assert "--against: the dense model has a vocabulary of 200 tokens and the model one of 128" in refused(
         "eval", "out", "--against", "other", "--set", FIDELITY
     )
+
+
+def test_a_dense_model_of_other_tokens_is_refused(work):
+    shutil.copytree("model", "other")
+    rename_tokens(Path("other"))
+    told = refused("eval", "out", "--against", "other", "--set", FIDELITY)
+    assert re.search(r"--against: the dense model has '.*' as token \d+ and the model '.*'; expected the same", told)
 
 
 def test_a_recipe_that_only_what_is_set_makes_whole_can_be_evaluated_by(work):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from tests.compressx.pipeline import runs
 from tests.compressx.pipeline.runs import artifacts, leftovers, stopped_at, weights
+from tests.compressx.saved import rename_tokens
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from compressx.api.record import RunReport
@@ -79,8 +80,9 @@ def test_what_cannot_be_trained_or_taught_is_refused_by_a_plan(model, tmp_path, 
     smaller = AutoModelForCausalLM.from_pretrained(model)
     smaller.resize_token_embeddings(64)
     config = json.loads((model / "config.json").read_text())
-    for name in ("smaller", "shorter"):
+    for name in ("smaller", "shorter", "renamed"):
         shutil.copytree(model, tmp_path / name)
+    rename_tokens(tmp_path / "renamed")
     smaller.save_pretrained(tmp_path / "smaller")
     (tmp_path / "shorter/config.json").write_text(json.dumps(config | {"max_position_embeddings": 16}))
     monkeypatch.setattr(LlamaForCausalLM, "supports_gradient_checkpointing", False)
@@ -89,6 +91,8 @@ def test_what_cannot_be_trained_or_taught_is_refused_by_a_plan(model, tmp_path, 
     for tuning, error, told in (
         (plain | {"teacher": {"path": str(tmp_path / "smaller")}}, UnsupportedModelError,
          r"the teacher has a vocabulary of 64 tokens and the model one of \d+"),
+        (plain | {"teacher": {"path": str(tmp_path / "renamed")}}, UnsupportedModelError,
+         r"the teacher has '.*' as token \d+ and the model '.*'; expected the same vocabulary"),
         (plain | {"teacher": {"path": str(tmp_path / "shorter")}}, UnsupportedModelError,
          "the teacher has 16 positions, and sequences have 32 tokens; lower"),
         (plain | {"teacher": {"path": "nowhere"}}, ArtifactError, "finetune.*nowhere"),
