@@ -77,6 +77,7 @@ def _section(model: type[BaseModel]) -> str:
 def _table(model: type[BaseModel]) -> str:
     """Write one row for each key, of the JSON schema that editors use."""
     schema = model.model_json_schema(by_alias=True)
+    schema = schema.get("$defs", {}).get(schema.get("$ref", "").rpartition("/")[2], schema)  # of one that holds itself
     lines = ["| Key | Type | Default | Meaning |", "|---|---|---|---|"]
     for name, described in schema["properties"].items():
         default = "required" if name in schema.get("required", []) else f"`{described.get('default', {})}`"
