@@ -87,24 +87,42 @@ def eval_command(
 
 @click.command("init", epilog="Example: compressx init ./my-model --output recipe.yaml")
 @click.option("-o", "--output", type=PATH, help="New file to write it to; by default it is printed.")
-@click.option("--pruner", default="sparsegpt", show_default=True, help="Pruner of the rule.")
+@click.option("--pruner", help="Pruner of the rule, without a goal; by default sparsegpt.")
+@click.option("--smaller", metavar="SHARE", help="Goal: a model smaller by this share, such as 25% or 0.25.")
+@click.option("--faster", metavar="FACTOR", help="Goal: decode reads so many times fewer bytes, such as 1.2x.")
+@click.option("--for", "runtime", type=click.Choice(["llama.cpp", "transformers"]),
+              help="What the smaller or faster model is for; by default llama.cpp, in a Q8_0 file.")  # fmt: skip
 @click.pass_obj
 @takes_model
-def init_command(host: Host, source: ModelSource, output: Path | None, pruner: str) -> None:
+def init_command(
+    host: Host, source: ModelSource, output: Path | None, pruner: str | None, smaller: str | None, faster: str | None,
+    runtime: str | None,
+) -> None:  # fmt: skip
     """Write a recipe for MODEL, with its linears and their sizes as comments.
 
-    MODEL is a model folder, a .gguf file, a hub id or an output folder. Its config is read, but no weights.
+    MODEL is a model folder, a .gguf file, a hub id or an output folder. Its config is read, but no weights. The recipe
+    makes half of the weights zeros, in a model of the same size and speed, unless a goal is given.
     """
     from compressx.models.checkpoint import find_checkpoint
     from compressx.models.loading import load_skeleton
+    from compressx.pipeline.goal import Goal, draft_for
     from compressx.planning.draft import draft
     from compressx.runtime.errors import ArtifactError
     from compressx.runtime.files import atomic_write
 
+    goals = {option: text for option, text in (("smaller", smaller), ("faster", faster)) if text is not None}
+    if len(goals) > 1 or (goals and pruner is not None):
+        raise click.UsageError("--smaller, --faster and --pruner exclude one another; give one of them")
+    if runtime is not None and not goals:
+        raise click.UsageError("--for says what --smaller or --faster is for; give one of them, too")
     if output is not None and output.exists():
         raise ArtifactError(f"{output} exists and is not overwritten; name a new file after --output")
-    skeleton = load_skeleton(find_checkpoint(source))
-    text = draft(source, str(source.path or source.id), skeleton, host.plugins(), pruner)
+    name = str(source.path or source.id)
+    if goals:
+        text = draft_for(Goal(*goals.popitem(), runtime or "llama.cpp"), source, name, host.plugins())
+    else:
+        skeleton = load_skeleton(find_checkpoint(source))
+        text = draft(source, name, skeleton, host.plugins(), pruner or "sparsegpt")
     if output is None:
         click.echo(text, nl=False)
         return

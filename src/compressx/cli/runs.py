@@ -74,6 +74,7 @@ def plan_command(
     """Check RECIPE and show what would happen to every linear, and what memory and disk a run needs."""
     from compressx.cli import tables
     from compressx.models.access import device_for
+    from compressx.pipeline.footprint import footprint
     from compressx.pipeline.run import loaded_recipe
     from compressx.pipeline.sizes import disk_bytes, memory_bytes
     from compressx.pipeline.stages import prepare
@@ -84,6 +85,7 @@ def plan_command(
     loaded = loaded_recipe(recipe, overrides, plugins)
     state = RunState(loaded, plugins, where, measured=False, replace=replace)
     prepare(state)
+    model = {"model": found} if (found := footprint(state)) else {}
     sizes = {"memory_bytes": memory_bytes(state), "disk_bytes": disk_bytes(state, state.plan)}
     measured = None
     if timed:
@@ -93,8 +95,13 @@ def plan_command(
         with progress() as tell:
             measured = time_run(state, tell)
     time = {} if measured is None else {"time": measured.to_dict()}
-    sections = [*tables.of_plan(state.plan), *tables.of_sizes(**sizes), *tables.of_time(measured)]
-    show_or_json({**state.plan.to_dict(), **sizes, **time}, sections, as_json=as_json)
+    sections = [
+        *tables.of_plan(state.plan),
+        *tables.of_footprint(found),
+        *tables.of_sizes(**sizes),
+        *tables.of_time(measured),
+    ]
+    show_or_json({**state.plan.to_dict(), **model, **sizes, **time}, sections, as_json=as_json)
     if not as_json and state.plan.linears and (advice := tables.full_size(loaded.recipe, plugins)):
         click.echo(advice)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from compressx.allocation.units import zeros_of
 from compressx.api.names import folded, kind_of
@@ -69,6 +69,17 @@ def of_plan(plan: Plan) -> Iterator[Section]:
             note=f"{settings.method} measures {settings.measures} when the recipe is run, and chooses sparsities then "
             f"(unit {settings.unit}, {settings.samples} samples)"
         )
+
+
+def of_footprint(found: Mapping[str, Any]) -> Iterator[Section]:
+    """Yield how large the dense and the pruned model are, by type of file; nothing where no units are removed."""
+    if found:
+        dense, kept = (n / 1e6 for n in found["parameters"])
+        read, form = found["decode_bytes"], ".1f"
+        rows = [(kind, *(n / 1e6 for n in (*both, *read[kind]))) for kind, both in found["bytes"].items()]
+        names = ("dense, MB", "pruned, MB", "a token reads, MB", "of the pruned, MB")
+        note = f"of {dense:.1f} M parameters {kept:.1f} M are kept, {kept / dense:.2%}"
+        yield Section(note=note, table=table(["file", *(Column(name, form) for name in names)], rows))
 
 
 def of_sizes(memory_bytes: Mapping[str, int], disk_bytes: Mapping[str, int]) -> Iterator[Section]:

@@ -16,11 +16,12 @@ from compressx.data.documents import local_files
 from compressx.evaluation.evaluators import run_evaluators
 from compressx.masks.maskset import MaskSet
 from compressx.models.access import InMemory
-from compressx.models.architecture import architecture_of
+from compressx.models.architecture import architecture_of, text_config
 from compressx.models.checkpoint import Checkpoint, keep_settings
 from compressx.models.export import check_output, not_written, refuse_overwriting
 from compressx.models.loading import load_model, load_tokenizer
 from compressx.models.shards import save_model
+from compressx.models.streaming import open_model
 from compressx.pipeline.sizes import refuse_full_disk
 from compressx.planning.plan import Plan
 from compressx.recipe.document import path_text
@@ -92,8 +93,12 @@ def export_all(state: RunState, output: Path) -> Iterator[dict[str, Any]]:
         What `RunReport.exports` has of each.
     """
     masks = MaskSet.load(output / "masks.safetensors")
-    source = state.planned_model.source
-    model = FinishedModel(output / "model", state.access, state.tokenizer, masks, weights_folder(state), source)
+    source, access = state.planned_model.source, state.access
+    several = {*(getattr(text_config(access.model), "layer_types", None) or [])}
+    if state.recipe.shrink and state.checkpoint is not None and not (state.plan.dropped and len(several) > 1):
+        # Of blocks of several kinds the file needs all, in their order: those that went are zeros there.
+        access = open_model(state.checkpoint.at(output / "model"), state.recipe.model.streaming, state.device)
+    model = FinishedModel(output / "model", access, state.tokenizer, masks, weights_folder(state), source)
     shutil.rmtree(output / "exports", ignore_errors=True)  # left by an interrupted run
     kept = False
     for i, export in enumerate(state.recipe.export):

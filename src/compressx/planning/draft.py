@@ -41,7 +41,7 @@ def draft(source: ModelSource, name: str, skeleton: nn.Module, plugins: Plugins,
     }
     rule = _rule(spec, found, skeleton, recipe, plugins)
     lines = [
-        *_described(found, skeleton, name),
+        *described(found, skeleton, name),
         "",
         f"model: {flow(recipe['model'])}",
         f"calibration: {flow(recipe['calibration'])}  # or c4, python-docs (offline), {{text: FILES}}",
@@ -56,7 +56,7 @@ def draft(source: ModelSource, name: str, skeleton: nn.Module, plugins: Plugins,
     return "\n".join([*lines, ""])
 
 
-def _described(found: Architecture, skeleton: nn.Module, name: str) -> list[str]:
+def described(found: Architecture, skeleton: nn.Module, name: str) -> list[str]:
     """Return comments with the model's linears, their sizes, and what cannot be pruned."""
     every = {**found.linears, **found.outside}
     total = sum(p.numel() for p in skeleton.parameters())

@@ -62,9 +62,7 @@ class Shrink(Stage):
                 )
             if wrong:
                 raise RecipeError(wrong)
-            kept = [
-                RemainingUnits(p.units, torch.arange(p.units.count) < p.units.count - p.dropped) for p in _sets(plan)
-            ]
+            kept = expected_units(plan)
             count, names = (plan.depth.pattern.dropped, plan.depth.blocks) if plan.depth else (0, ())
             for gone in dict.fromkeys((names[:count], names[len(names) - count :])):
                 smaller(state.skeleton, kept, gone)
@@ -108,6 +106,14 @@ def _sets(plan: Plan) -> list[Structured]:
     """Return the pattern of each set of units inside blocks that a plan prunes."""
     patterns = [x.pattern for x in plan.linears if isinstance(x.pattern, Structured) and x.pattern.unit != "blocks"]
     return [*{(p.unit, p.units.fqn): p for p in patterns}.values()]
+
+
+def expected_units(plan: Plan) -> list[RemainingUnits]:
+    """Return as many units as a plan keeps of each set, the first ones; none where an allocation is yet to choose."""
+    some = plan.allocation is None
+    return [
+        RemainingUnits(p.units, torch.arange(p.units.count) < some * (p.units.count - p.dropped)) for p in _sets(plan)
+    ]
 
 
 def remaining_units(plan: Plan, masks: MaskSet) -> list[RemainingUnits]:

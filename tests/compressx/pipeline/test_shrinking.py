@@ -15,7 +15,7 @@ import torch
 from huggingface_hub import ModelCard
 from tests.compressx.architectures import KINDS
 from tests.compressx.depths import THIRD
-from tests.compressx.gguf_files import write_like
+from tests.compressx.gguf_files import tiny_of, write_like
 from tests.compressx.pipeline.runs import recipe, stopped_at, weights
 from tests.compressx.pipeline.test_processes import alone_and_together
 from tests.compressx.saved import save_tiny
@@ -29,6 +29,7 @@ from compressx.masks.maskset import MaskSet
 from compressx.models.architecture import find_blocks
 from compressx.models.blockwise import skipped
 from compressx.models.gguf_export import GgufExporter, GgufOptions
+from compressx.models.gguf_header import GgufHeader
 from compressx.pipeline.run import plan, run
 from compressx.plugins.manager import load_plugins
 from compressx.report.compare import read_report
@@ -396,3 +397,22 @@ def test_a_shrunk_model_can_be_pruned_and_shrunk_again(model):
     run(recipe(model, NEURONS, **SHRINK, output="first"))
     report = run(recipe(model, {**NEURONS, "multiple": 1}, **SHRINK) | {"model": {"path": "first/model"}})
     assert report.shrink["config"] == {"intermediate_size": [64, 48]}
+
+
+def test_a_file_of_a_run_has_neither_the_experts_nor_the_blocks_that_the_smaller_model_lacks(tmp_path):
+    """The router of the dense model would choose experts of zeros; a GPT-2 has no blocks of zeros to leave out."""
+    for architecture, rule in {
+        "qwen3moe": {"pruner": "reap", "pattern": "experts", "sparsity": 0.5},
+        "gpt2": {"pruner": "depth", "pattern": "blocks", "sparsity": 0.34},
+    }.items():
+        folder = save_tiny(tmp_path / architecture, "llama")
+        (made := tiny_of(architecture)).save_pretrained(folder)
+        options = {"type": "F16", "like": str(write_like(Path(f"{architecture}.gguf"), made, architecture))}
+        text = {"dataset": {"text": str(folder.with_name("text.txt"))}, "samples": 2, "sequence_length": 32}
+        export = ["safetensors", {"format": "gguf", "options": options}]
+        measured = {"evaluate": {"token_perplexity": text}, "output": f"out-{architecture}"}
+        report = run(recipe(folder, {"targets": ["*"], **rule}, shrink=True, export=export) | measured)
+        header = GgufHeader.of(Path(f"out-{architecture}/exports/gguf/model.gguf"))
+        assert (header.get("expert_count"), header.get("block_count")) in {(2, 3), (None, 2)}
+        ours, theirs = report.evaluation["pruned"], report.exports[1]["evaluation"]
+        assert theirs["token_perplexity"] == pytest.approx(ours["token_perplexity"], rel=0.01)
