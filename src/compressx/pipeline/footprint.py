@@ -13,6 +13,7 @@ from compressx.api.patterns import Structured
 from compressx.api.projections import parent
 from compressx.models.architecture import architecture_of, text_config
 from compressx.models.gguf_export import stored_bytes, stored_type
+from compressx.runtime.errors import UnsupportedModelError
 from compressx.shrink.cuts import remaining_tensors
 from compressx.shrink.stage import expected_units
 from compressx.stages.state import RunState
@@ -34,7 +35,7 @@ class _Part(NamedTuple):
 
 
 def footprint(state: RunState) -> dict[str, Any]:
-    """Count a planned run's model; empty where no units are removed.
+    """Count a planned run's model; empty where no units are removed, or none that a smaller model can lack.
 
     Returns:
         `parameters`; by type, `bytes` of the file, and `decode_bytes` that a token reads of it: of each the dense
@@ -47,7 +48,10 @@ def footprint(state: RunState) -> dict[str, Any]:
     exporters = (state.exporter(i)[1] for i in range(len(state.recipe.export)))
     sized = next((x for x in exporters if hasattr(x, "tensor_bytes")), None)
     beside = 0 if sized is None else sized.tensor_bytes(state.planned_model).get("", 0)
-    parts, chosen = [*_parts(state)], 1.0 if plan.allocation is None else plan.allocation.fraction
+    try:
+        parts, chosen = [*_parts(state)], 1.0 if plan.allocation is None else plan.allocation.fraction
+    except UnsupportedModelError:  # units that are zeros in the run, and that nothing can leave out
+        return {}
     tied = not any(x.name == "output.weight" for x in parts)
 
     def summed(size: Callable[[str, Sequence[int]], int], *, read: bool = False, more: int = 0) -> list[int]:

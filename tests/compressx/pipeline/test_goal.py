@@ -151,6 +151,9 @@ def test_a_plan_says_what_is_kept_and_nothing_where_no_units_are_removed(models)
     given = ["--set", zeros, "--set", "shrink=false", "--set", "finetune=null"]
     assert "are kept" not in printed("plan", "r.yaml", *given)
     assert "model" not in json.loads(printed("plan", "r.yaml", "--json", *given))
+    heads = "prune=[{targets: ['*'], pruner: magnitude, pattern: kv-groups, sparsity: 0.5}]"
+    olmo = ["--set", f"model={models('olmo2')}", "--set", heads, *given[2:]]
+    assert "model" not in json.loads(printed("plan", "r.yaml", "--json", *olmo)), "no smaller model has them"
 
 
 TEXT = "{text: text.txt}"
