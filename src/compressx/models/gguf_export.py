@@ -118,21 +118,18 @@ def template_of(path: Path) -> GgufHeader:
     return template
 
 
-@contextlib.contextmanager
-def _template(
-    path: Path | None, model: Any, tokenizer: Any, folder: Path | None = None
-) -> Iterator[tuple[GgufHeader, dict[str, Any]]]:
-    """Yield the header of a GGUF file of the dense model, and what is said of the tokenizer in its place.
+def _template(like: Path | None, model: Any) -> contextlib.AbstractContextManager[GgufHeader]:
+    """Return the header of a GGUF file of the dense model, or one that is made of the model's config."""
+    return described(model) if like is None else contextlib.nullcontext(template_of(like))
 
-    Without a file it is made of the model's config, and all of the tokenizer.
-    """
-    if path is not None:
-        template = template_of(path)
-        yield template, own_tokenizer(template, tokenizer, folder)
-        return
-    own = {} if tokenizer is None else tokenizer_metadata(tokenizer, text_config(model).vocab_size, folder)
-    with described(model) as template:
-        yield template, own
+
+def _own(
+    like: Path | None, template: GgufHeader, model: Any, tokenizer: Any, folder: Path | None = None
+) -> dict[str, Any]:
+    """Return what is said of the tokenizer in place of the template's metadata: without a file all of it."""
+    if like is not None or (tokenizer is None and folder is None):
+        return own_tokenizer(template, tokenizer, folder)
+    return tokenizer_metadata(tokenizer, text_config(model).vocab_size, folder)
 
 
 def _of_each_block(template: GgufHeader) -> list[str]:
@@ -511,7 +508,8 @@ class GgufExporter:
 
     def export(self, model: FinishedModel, folder: Path) -> str:
         like = self.options.like or model.source
-        with _template(like, model.access.model, model.tokenizer, model.folder) as (template, own):
+        with _template(like, model.access.model) as template:
+            own = _own(like, template, model.access.model, model.tokenizer, model.folder)
             told = export_gguf(model.access, template, self.options.type, folder / self.loads, own=own)
         named = ", ".join(key.rpartition(".")[2] for key in own)
         return told if like is None or not own else f"{told}; the model's own instead of the template's: {named}"
@@ -520,8 +518,9 @@ class GgufExporter:
     def _planned(self, planned: PlannedModel) -> Iterator[tuple[GgufHeader, dict[str, Any], list[_Written]]]:
         """Yield the template, what is said of the tokenizer in its place, and the tensors of the file of a model."""
         like = self.options.like or planned.source
-        with _template(like, planned.model, planned.tokenizer) as (template, own):
+        with _template(like, planned.model) as template:
             refuse_foreign(planned.model, template)
+            own = _own(like, template, planned.model, planned.tokenizer)
             kept = [_KeptBlock(fqn) for fqn in find_blocks(planned.model)]
             layout = _FileLayout(planned.model, template, template.architecture)
             yield template, own, layout.written(kept, self.options.type)

@@ -42,8 +42,8 @@ from compressx.runtime.errors import UnsupportedModelError
 ODD = [
     *SPLIT, *TEXTS, "a   b    c ", "   a\n\n\n\n b\t\tc\t\t\t\td", "x" + " " * 40 + "y" + "\n" * 40,
     "e\u0301\u0327 n\u0303", "👩\u200d👩\u200d👧\u200d👦 🏳️\u200d🌈", "日本語テキスト、漢字。한국어 텍스트",
-    "\u3000全角\u00a0nbsp\u2009thin\u200bzero", "<s>a</s> <s> b<turn>\n<turn>  c<think>d", "▁ ▁▁ a▁b", "\r\n\r\n\r a\x7f",
-    "𓀀𒀀 𐍈", "e=mc² ½ ⅷ ①", " <turn> ",
+    "\u3000全角\u00a0nbsp\u2009thin\u200bzero", "<s>a</s> <s> b<turn>\n<turn>  c<think>d", "▁ ▁▁ a▁b",
+    "\r\n\r\n\r a\x7f", "𓀀𒀀 𐍈", "e=mc² ½ ⅷ ①", " <turn> ",
 ]  # fmt: skip
 """Texts of many kinds, with tokens that are added in them."""
 

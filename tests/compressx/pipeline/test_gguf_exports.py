@@ -312,11 +312,11 @@ def test_a_folder_is_written_without_a_file_of_the_dense_model_in_a_run_and_by_t
     Path("model/generation_config.json").write_text(json.dumps({"eos_token_id": [1, 2]}))
     own = {"prune": [{"targets": ["*.mlp.*"], "pruner": "magnitude", "pattern": "neurons"}],
            "calibration": {"dataset": {"text": "text.txt"}, "samples": 4, "sequence_length": 16},
-           "allocation": {"method": "divergence", "target": {"bytes": 130_000}}}  # fmt: skip
+           "allocation": {"method": "divergence", "target": {"bytes": 200_000}}}  # fmt: skip
     written = {"format": "gguf", "options": {"type": "F16"}}
     report = run(recipe("./model", export=["safetensors", written], **own))
     path = Path("out/exports/gguf/model.gguf")
-    assert report.exports[1]["bytes"] == path.stat().st_size <= 130_000
+    assert report.exports[1]["bytes"] == path.stat().st_size <= 200_000
     model = AutoModelForCausalLM.from_pretrained("out/model").eval()
     assert agrees(model, path, [5, 6, 7, 8, 9])
     assert report.exports[1]["evaluation"]["token_perplexity"] == pytest.approx(
