@@ -48,10 +48,8 @@ def described(model: Any) -> Iterator[GgufHeader]:
     config = text_config(model)
     architecture = _NAMES.get(config.model_type, config.model_type)
     if architecture not in SETTINGS:
-        raise UnsupportedModelError(
-            f"format gguf: {config.model_type} is none of the architectures that are written, {', '.join(SETTINGS)}; "
-            "export another format"
-        )
+        told = f"{config.model_type} is none of the architectures that are written, {', '.join(SETTINGS)}"
+        raise UnsupportedModelError(f"format gguf: {told}; export another format")
     with tempfile.TemporaryDirectory(prefix="compressx-") as folder:
         path = Path(folder) / "header.gguf"
         try:
@@ -75,15 +73,13 @@ def _write(path: Path, model: Any, architecture: str) -> None:
             home, _, own = source.rpartition(".")
             shapes[name] = readers.shape(name, tuple(getattr(model.get_submodule(home), own).shape), {})
     metadata, factors = _metadata(config, architecture), _factors(config, architecture)
-    for key, name in _WIDTHS.items():
-        metadata[key] = shapes.get(f"blk.0.{name}.weight", (metadata.get(key),))[-1]
+    metadata |= {key: shapes.get(f"blk.0.{x}.weight", (metadata.get(key),))[-1] for key, x in _WIDTHS.items()}
     with closing(GGUFWriter(path, architecture)) as writer:
         add: Mapping[type, Any] = {list: writer.add_array, str: writer.add_string, float: writer.add_float32}
         for key, value in metadata.items():
             if value is not None:
                 add.get(type(value), writer.add_uint32)(f"{architecture}.{key}", value)
-        # The tokenizer's own take the place of these.
-        writer.add_pad_token_id(0)
+        writer.add_pad_token_id(0)  # the tokenizer's own take the place of this, and of the tokens
         if architecture in _COUNTED:
             writer.add_token_list([""] * config.vocab_size)
         for name, shape in (*(("rope_freqs.weight", x.shape) for x in factors), *shapes.items()):
@@ -109,8 +105,7 @@ def _metadata(config: Any, architecture: str) -> dict[str, Any]:
             value = getattr(config, name)
             found[key] = float(value) if value and key.endswith(("epsilon", "softcapping")) else value
     if architecture == "lfm2":  # where a block has convolutions, it has no heads
-        groups = config.num_key_value_heads
-        found["attention.head_count_kv"] = [groups * (x == "full_attention") for x in config.layer_types]
+        found["attention.head_count_kv"] = [config.num_key_value_heads * (x != "conv") for x in config.layer_types]
     elif architecture == "minimax-m2":
         found["expert_gating_func"] = 2  # the sigmoid
     if architecture in NOT_ROTATED:

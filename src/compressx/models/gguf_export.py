@@ -123,9 +123,7 @@ def _template(like: Path | None, model: Any) -> contextlib.AbstractContextManage
     return described(model) if like is None else contextlib.nullcontext(template_of(like))
 
 
-def _own(
-    like: Path | None, template: GgufHeader, model: Any, tokenizer: Any, folder: Path | None = None
-) -> dict[str, Any]:
+def _own(like: Path | None, template: GgufHeader, model: Any, tokenizer: Any, folder: Path | None) -> dict[str, Any]:
     """Return what is said of the tokenizer in place of the template's metadata: without a file all of it."""
     if like is not None or (tokenizer is None and folder is None):
         return own_tokenizer(template, tokenizer, folder)
@@ -276,12 +274,9 @@ def _per_group(config: Any) -> int:
     return int(config.num_attention_heads // config.num_key_value_heads)
 
 
-def _heads(model: Any, block: _KeptBlock | None) -> dict[str, int]:
-    """Return the settings of a config that are others in a block as it is written."""
-    if block is None or block.groups is None:
-        return {}
-    query = block.groups * _per_group(text_config(model))
-    return {"num_attention_heads": query, "num_key_value_heads": block.groups}
+def _heads(config: Any, groups: int | None) -> dict[str, int]:
+    """Return the settings of a config that are others in a block with a number of key/value groups."""
+    return {} if groups is None else {"num_attention_heads": groups * _per_group(config), "num_key_value_heads": groups}
 
 
 @dataclass(frozen=True, eq=False)
@@ -356,7 +351,7 @@ class _FileLayout:
             shape = [*self.tensor(source).shape]
             dim, index = (block and block.rows.get(source)) or (0, range(shape[0]))
             shape[dim] = len(index)
-            in_file = self.readers.shape(name, tuple(shape), _heads(self.model, block))
+            in_file = self.readers.shape(name, tuple(shape), _heads(text_config(self.model), block and block.groups))
             known = self.largest.get(key, in_file)
             if any(here > there for here, there in zip(in_file, known, strict=True)):
                 raise self.template.foreign(name, [*known], [*in_file])
@@ -457,7 +452,7 @@ def _values(access: Access, layout: _FileLayout, tensors: Sequence[_Written]) ->
                 if x.block is not None and x.source in x.block.rows:
                     dim, index = x.block.rows[x.source]
                     found = found.index_select(dim, index.to(found.device))
-                heads = _heads(layout.model, x.block)
+                heads = _heads(text_config(layout.model), x.block and x.block.groups)
                 values = layout.readers.stored(x.name, found.float().cpu().numpy(), x.shape, heads)
                 if x.name.endswith(layout.queries):
                     values = values * layout.query_factor
@@ -499,9 +494,8 @@ class GgufExporter:
         with self._planned(planned) as (template, own, tensors):
             weights = sum(int(x.nbytes) for x in template.arrays.values())
             found = {"": 4096 + template.path.stat().st_size - weights}
-        for value in own.values():  # of a template's tokenizer what differs, counted twice
-            every = value if isinstance(value, list) else [value]
-            found[""] += sum(8 + len(x.encode()) if isinstance(x, str) else 4 for x in every)
+        said = itertools.chain.from_iterable(x if isinstance(x, list) else [x] for x in own.values())
+        found[""] += sum(8 + len(x.encode()) if isinstance(x, str) else 4 for x in said)
         for x in tensors:
             found[x.source] = found.get(x.source, 0) + stored_bytes(x.shape, x.stored)
         return found
@@ -511,8 +505,8 @@ class GgufExporter:
         with _template(like, model.access.model) as template:
             own = _own(like, template, model.access.model, model.tokenizer, model.folder)
             told = export_gguf(model.access, template, self.options.type, folder / self.loads, own=own)
-        named = ", ".join(key.rpartition(".")[2] for key in own)
-        return told if like is None or not own else f"{told}; the model's own instead of the template's: {named}"
+        named = ", ".join(key.rpartition(".")[2] for key in own) if like is not None else ""
+        return told + (f"; the model's own instead of the template's: {named}" if named else "")
 
     @contextlib.contextmanager
     def _planned(self, planned: PlannedModel) -> Iterator[tuple[GgufHeader, dict[str, Any], list[_Written]]]:
@@ -520,7 +514,7 @@ class GgufExporter:
         like = self.options.like or planned.source
         with _template(like, planned.model) as template:
             refuse_foreign(planned.model, template)
-            own = _own(like, template, planned.model, planned.tokenizer)
+            own = _own(like, template, planned.model, planned.tokenizer, None)
             kept = [_KeptBlock(fqn) for fqn in find_blocks(planned.model)]
             layout = _FileLayout(planned.model, template, template.architecture)
             yield template, own, layout.written(kept, self.options.type)

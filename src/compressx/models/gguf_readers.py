@@ -16,13 +16,7 @@ from compressx.runtime.quiet import quiet_libraries
 
 
 class Readers:
-    """How transformers' tensors of one model lie in a file of an architecture.
-
-    Heads are settings of the config that are others in a block.
-
-    Attributes:
-        sources: by name in the file the name in the model.
-    """
+    """How tensors of one model lie in a file: `sources` has their names in the model by those in the file."""
 
     def __init__(self, model: Any, architecture: str, rotated_as: str | None = None) -> None:
         from transformers import modeling_gguf_pytorch_utils as readers
@@ -34,11 +28,11 @@ class Readers:
             mapped = readers.get_gguf_hf_weights_map(
                 model, self._kind(config=self.config), architecture, text_config(model).num_hidden_layers
             )
-        named = {name: "." in BLOCK.sub("", name) for name in mapped}  # those of experts have no `.weight`
-        self.sources = {name if named[name] else f"{name}.weight": source for name, source in mapped.items()}
+        # Those of experts have no `.weight`.
+        self.sources = {x if "." in BLOCK.sub("", x) else f"{x}.weight": source for x, source in mapped.items()}
 
     def process(self, name: str, stored: np.ndarray, heads: Mapping[str, int]) -> np.ndarray:
-        """Return what transformers makes of a tensor of the file."""
+        """Return what transformers makes of a tensor of the file; heads are settings that are others in its block."""
         if name == "output.weight":  # which GPT-2's reader puts elsewhere
             return stored
         result: np.ndarray = self._kind(config={**self.config, **heads}).process(stored, name).weights

@@ -20,8 +20,7 @@ _log = logging.getLogger(__name__)
 _NORMAL, _CONTROL, _USER, _UNUSED, _BYTE = 1, 3, 4, 5, 6
 """Types of tokens in a file."""
 _KEY = "tokenizer.ggml."
-_SPACE = "▁"
-"""A space, in the tokens of SentencePiece."""
+_SPACE = "▁"  # in the tokens of SentencePiece
 _BYTES = {f"<0x{i:02X}>" for i in range(256)}
 
 
@@ -71,8 +70,9 @@ def _model_of(tokenizer: Any) -> Any:
     if model["type"] != "BPE":
         raise refused(f"the tokenizer is a {model['type']}, and a BPE is written")
     other = [name for name in ("continuing_subword_prefix", "end_of_word_suffix", "dropout") if model[name]]
-    if other or (model["byte_fallback"] and model["ignore_merges"]):
-        raise refused(f"the tokenizer's BPE has {(*other, 'ignore_merges')[0]}, which llama.cpp has not")
+    other += ["ignore_merges"] * (model["byte_fallback"] and model["ignore_merges"])
+    if other:
+        raise refused(f"the tokenizer's BPE has {other[0]}, which llama.cpp has not")
     return model
 
 
@@ -84,28 +84,24 @@ def _ends(tokenizer: Any) -> dict[str, Any]:
     begins, ends = ids[:1] == [bos], ids[-1:] == [eos]
     if ids != [bos] * begins + tokenizer("a", add_special_tokens=False)["input_ids"] + [eos] * ends:
         raise refused("the tokenizer puts other tokens than BOS and EOS around a text")
-    roles = {"bos": eos if bos is None else bos, "eos": eos, "unknown": tokenizer.unk_token_id,
-             "padding": tokenizer.pad_token_id}  # fmt: skip
-    said = {f"{_KEY}{name}_token_id": own for name, own in roles.items()}
-    return {**said, f"{_KEY}add_bos_token": begins, f"{_KEY}add_eos_token": ends}
+    roles = {"bos": eos if bos is None else bos, "eos": eos, "unknown": tokenizer.unk_token_id}
+    said = {f"{name}_token_id": own for name, own in {**roles, "padding": tokenizer.pad_token_id}.items()}
+    return {f"{_KEY}{name}": own for name, own in {**said, "add_bos_token": begins, "add_eos_token": ends}.items()}
 
 
 def _way_of(backend: Any, model: Mapping[str, Any]) -> str:
     """Return llama.cpp's name for the way in which a byte-level tokenizer splits text: by what it does."""
-    if (normalizer := backend.normalizer) is not None:
-        changed = [text for text in TEXTS if normalizer.normalize_str(text) != text]
-        if any(normalizer.normalize_str(text) != unicodedata.normalize("NFC", text) for text in TEXTS):
-            raise refused(f"the tokenizer changes {changed[0]!r} before it splits it, and llama.cpp does not")
-        if changed:
+    if backend.normalizer is not None:
+        changed = [backend.normalizer.normalize_str(text) for text in TEXTS]
+        if changed == [unicodedata.normalize("NFC", text) for text in TEXTS]:
             _log.warning("gguf: the tokenizer composes accents with their letters (NFC), and llama.cpp does not")
-    own = _pieces(backend.pre_tokenizer)
+        elif changed != [*TEXTS]:
+            raise refused("the tokenizer changes text before it splits it, and llama.cpp does not")
+    own, whole = _pieces(backend.pre_tokenizer), bool(model["ignore_merges"])
     names = [name for names, splits in SPLITS.items() if _pieces(splitter(splits)) == own for name in names.split()]
-    fitting = [name for name in names if (name in WHOLE_WORDS) == bool(model["ignore_merges"])]
+    fitting = [name for name in names if (name in WHOLE_WORDS) == whole]
     if not fitting:
-        raise refused(
-            f"the tokenizer splits text like {names[0]}, but takes whole words otherwise" if names else
-            "the tokenizer splits text in a way that has no name in llama.cpp"
-        )  # fmt: skip
+        raise refused("the tokenizer splits text, or takes whole words, in a way that has no name in llama.cpp")
     return fitting[0]
 
 
@@ -120,9 +116,9 @@ def _as_sentencepiece(backend: Any, model: Any, added: Iterable[Any]) -> tuple[b
     pieces = _pieces(backend.pre_tokenizer, str if backend.normalizer is None else backend.normalizer.normalize_str)
     joined, plain = ["".join(x) for x in pieces], [text.replace(" ", _SPACE) for text in TEXTS]
     prefix = any(x[:1] != y[:1] for x, y in zip(joined, plain, strict=True))
-    wanted = [text and _SPACE * prefix + text for text in plain]
-    if (i := next((i for i, text in enumerate(joined) if text != wanted[i]), None)) is not None:
-        raise refused(f"the tokenizer reads {TEXTS[i][:30]!r} as {joined[i][:30]!r}, which llama.cpp does not")
+    for text, here, there in zip(TEXTS, joined, plain, strict=True):
+        if here != (there and _SPACE * prefix + there):
+            raise refused(f"the tokenizer reads {text[:30]!r} as {here[:30]!r}, which llama.cpp does not")
     if any(len(x) > 1 for x in pieces) and any(_SPACE in token[1:] for token in model["vocab"]):
         raise refused("the tokenizer splits text at spaces, and has tokens with spaces inside")
     if not model["vocab"].keys() >= _BYTES:
@@ -206,8 +202,7 @@ def _roles(tokenizer: Any, values: Mapping[str, Any], kinds: Sequence[int], fold
     others = [i for i in stops if isinstance(i, int) and i not in known and i < len(kinds) and kinds[i] != _UNUSED]
     found |= dict(zip(free, others, strict=False))
     if len(others) > len(free):
-        _log.warning("gguf: llama.cpp may not stop at the tokens %s, as generation_config.json has it",
-                     others[len(free):])  # fmt: skip
+        _log.warning("gguf: llama.cpp may not stop at tokens %s of generation_config.json", others[len(free) :])
     template, start = tokenizer.chat_template, "tokenizer.chat_template"
     every = {"default": template} if isinstance(template, str) else dict(template or {})
     if every.get("default") != values.get(start) or len(every) > 1:

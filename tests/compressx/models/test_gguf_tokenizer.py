@@ -156,16 +156,16 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "another way to split": (
         lambda: of_bytes(pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(r"\p{N}{1,2}|[^\p{N}]+"), "isolated"),
                                                   pre_tokenizers.ByteLevel(False, False, False)])),
-        "splits text in a way that has no name in llama.cpp",
+        "splits text, or takes whole words, in a way that has no name",
     ),
     "a space before": (lambda: of_bytes(pre_tokenizers.ByteLevel(add_prefix_space=True)), "in a way that has no name"),
     "whole words": (
         lambda: of_bytes(pre_tokenizers.ByteLevel(add_prefix_space=False), ignore_merges=True),
-        "splits text like gpt-2, but takes whole words otherwise",
+        "takes whole words, in a way that has no name in llama.cpp",
     ),
     "lower case": (
         lambda: of_bytes(pre_tokenizers.ByteLevel(add_prefix_space=False), normalizer=normalizers.Lowercase()),
-        "changes \"The cat's sat; I'LL go\" before it splits it",
+        "changes text before it splits it, and llama.cpp does not",
     ),
     "a space before the first alone": (
         lambda: of_pieces(prefix=False, normalizer=_SAME, pre=pre_tokenizers.Metaspace(split=False)),
