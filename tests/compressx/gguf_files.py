@@ -217,6 +217,19 @@ def write_like(
     return path
 
 
+def tiny_byte_tokenizer() -> Any:
+    """Return a byte-level tokenizer of at most 120 tokens, which are ASCII."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(vocab_size=120, special_tokens=["<unk>", "<s>", "</s>"], show_progress=False)
+    made.train_from_iterator(["the quick brown fox jumps over the lazy dog and the rest of the text " * 9], trainer)
+    names = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "pad_token": "<unk>"}
+    return PreTrainedTokenizerFast(tokenizer_object=made, **names)
+
+
 _PLAIN = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
           "num_attention_heads": 4, "max_position_embeddings": 128, "bos_token_id": 1, "eos_token_id": 2,
           "pad_token_id": 0}  # fmt: skip

@@ -78,6 +78,13 @@ def log_probabilities(
     return [token for token, _ in said], probabilities
 
 
+def continuation(path: Path, prompt: list[int], count: int, *, ends: bool) -> list[int]:
+    """Return the likeliest tokens that llama.cpp writes after a prompt, until it stops if `ends`."""
+    asked = {"prompt": prompt, "max_tokens": count, "n_predict": count, "logprobs": 1, "temperature": 0.0,
+             "cache_prompt": False, "ignore_eos": not ends}  # fmt: skip
+    return [token for token, _ in _asked(path, asked)]
+
+
 def tokens_of(path: Path, texts: Sequence[str]) -> list[list[int]]:
     """Return the tokens that llama.cpp makes of texts, special ones included where they stand there."""
     found: list[list[int]] = _asked(path, list(texts))

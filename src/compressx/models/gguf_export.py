@@ -31,14 +31,15 @@ from compressx.models import gguf_settings
 from compressx.models.access import Access
 from compressx.models.architecture import architecture_of, find_blocks, text_config
 from compressx.models.checkpoint import Checkpoint, find_local
-from compressx.models.gguf_header import BLOCK, GgufHeader, read_once
+from compressx.models.gguf_described import described
+from compressx.models.gguf_header import BLOCK, GgufHeader
+from compressx.models.gguf_readers import Readers
+from compressx.models.gguf_tokenizer import own_tokenizer, tokenizer_metadata
 from compressx.models.loading import load_skeleton
 from compressx.models.shards import OUTSIDE
-from compressx.models.tokenizer import own_tokenizer
 from compressx.models.units import find_units
 from compressx.runtime.errors import ArtifactError, UnsupportedModelError
 from compressx.runtime.files import written_whole
-from compressx.runtime.quiet import quiet_libraries
 
 Kind: TypeAlias = Literal["F16", "BF16", "Q8_0", "Q5_0", "Q5_1", "Q4_0", "Q4_1"]
 KINDS: tuple[str, ...] = get_args(Kind)
@@ -105,24 +106,28 @@ class GgufOptions(BaseModel):
         return kind
 
 
-def template_of(like: Path | None, source: Path | None = None) -> GgufHeader:
-    """Return the header of the GGUF file that is given, or of the one that the model was read from.
-
-    It is of the dense model, and has the metadata and the shapes; none of its weights are read.
-    """
-    if (path := like or source) is None or path.expanduser().is_dir():
-        found = "" if path is None else f"like: {path} is a folder; "
-        raise ArtifactError(
-            f"{found}format gguf takes metadata and tokenizer from a GGUF file of the dense model; name it as "
-            "like: FILE under options, or after --like, or there a recipe that prunes it; llama.cpp's "
-            "convert_hf_to_gguf.py makes it from the model's folder"
-        )
+def template_of(path: Path) -> GgufHeader:
+    """Return the header of a GGUF file of the dense model: its metadata and shapes; none of its weights are read."""
+    if path.expanduser().is_dir():
+        raise ArtifactError(f"like: {path} is a folder, expected a GGUF file of the dense model; or leave out like")
     template = GgufHeader.of(find_local(path))
     if not str(template.values.get("tokenizer.ggml.tokens")).endswith(" entries"):
         raise ArtifactError(
             f"{template.path} has no tokenizer.ggml.tokens, which llama.cpp needs; name another under like:"
         )
     return template
+
+
+def _template(like: Path | None, model: Any) -> contextlib.AbstractContextManager[GgufHeader]:
+    """Return the header of a GGUF file of the dense model, or one that is made of the model's config."""
+    return described(model) if like is None else contextlib.nullcontext(template_of(like))
+
+
+def _own(like: Path | None, template: GgufHeader, model: Any, tokenizer: Any, folder: Path | None) -> dict[str, Any]:
+    """Return what is said of the tokenizer in place of the template's metadata: without a file all of it."""
+    if like is not None or (tokenizer is None and folder is None):
+        return own_tokenizer(template, tokenizer, folder)
+    return tokenizer_metadata(tokenizer, text_config(model).vocab_size, folder)
 
 
 def _of_each_block(template: GgufHeader) -> list[str]:
@@ -269,6 +274,11 @@ def _per_group(config: Any) -> int:
     return int(config.num_attention_heads // config.num_key_value_heads)
 
 
+def _heads(config: Any, groups: int | None) -> dict[str, int]:
+    """Return the settings of a config that are others in a block with a number of key/value groups."""
+    return {} if groups is None else {"num_attention_heads": groups * _per_group(config), "num_key_value_heads": groups}
+
+
 @dataclass(frozen=True, eq=False)
 class _Written:
     """One tensor of the file, with its name, shape, rows first, and type there."""
@@ -281,30 +291,17 @@ class _Written:
 
 
 class _FileLayout:
-    """How transformers' tensors of one model lie in a file: its own readers, and what undoes them."""
+    """Which tensors of one model lie in a file, under which names and in which shapes."""
 
     def __init__(self, model: Any, template: GgufHeader, architecture: str) -> None:
-        from transformers import modeling_gguf_pytorch_utils as readers
-
         self.model, self.template = model, template
         self.config = text_config(model).to_dict()
-        with quiet_libraries(), read_once(template.path):
-            known: Any = readers.TENSOR_PROCESSORS
-            self._kind = known.get(
-                "llama" if architecture == "deci" else template.architecture, readers.TensorProcessor
-            )
-            mapped = readers.get_gguf_hf_weights_map(
-                model, self._kind(config=self.config), template.architecture, text_config(model).num_hidden_layers
-            )
+        self.readers = Readers(model, template.architecture, "llama" if architecture == "deci" else None)
         self.largest: dict[str, tuple[int, ...]] = {}  # shapes, of blocks by the name after the block's number
         for name, shape in template.shapes.items():
             key = BLOCK.sub("", name)
             self.largest[key] = tuple(map(max, shape, self.largest.get(key, shape)))
-        own = {name: BLOCK.sub("", name) for name in mapped}  # of experts without `.weight`
-        self.sources = {
-            name if own[name] in self.largest or "." in own[name] else f"{name}.weight": source
-            for name, source in mapped.items()
-        }
+        self.sources = dict(self.readers.sources)
         self._refuse_lost()
         # What scales the queries of a Gemma, and by how much, where llama.cpp divides them by another number.
         self.queries = {"gemma2": ".attn_q.weight", "gemma3": ".attn_q_norm.weight"}.get(template.architecture, "\0")
@@ -339,52 +336,6 @@ class _FileLayout:
         found: Tensor = getattr(self.model.get_submodule(home), own)
         return found.detach()
 
-    def process(self, name: str, stored: np.ndarray, block: _KeptBlock | None) -> np.ndarray:
-        """Return what transformers makes of a tensor of the file."""
-        if name == "output.weight":  # which GPT-2's reader puts elsewhere
-            return stored
-        heads = {}
-        if block is not None and block.groups is not None:
-            query = block.groups * _per_group(text_config(self.model))
-            heads = {"num_attention_heads": query, "num_key_value_heads": block.groups}
-        result: np.ndarray = self._kind(config={**self.config, **heads}).process(stored, name).weights
-        return result
-
-    def shape(self, name: str, shape: tuple[int, ...], block: _KeptBlock | None) -> tuple[int, ...]:
-        """Return the shape in the file of a tensor that has a shape in transformers."""
-        if re.search(r"ffn_(gate|up)_exps", name):
-            return (shape[0], shape[1] // 2, *shape[2:])
-        for tried in (shape, shape[::-1], tuple(n for n in shape if n != 1)):
-            with contextlib.suppress(ValueError, IndexError):
-                if self.process(name, np.broadcast_to(np.float32(0), tried), block).shape == shape:
-                    return tried
-        raise self._unknown(name)
-
-    def stored(self, name: str, wanted: np.ndarray, shape: tuple[int, ...], block: _KeptBlock | None) -> np.ndarray:
-        """Return the tensor of a shape in the file of which transformers makes the wanted one.
-
-        Its readers move entries and add a constant, so they are asked where each entry goes.
-        """
-        if half := re.search(r"ffn_(gate|up)_exps", name):
-            return np.split(wanted, 2, axis=1)[half[1] == "up"]
-        plain = wanted.reshape(shape)
-        if np.array_equal(self.process(name, plain, block), wanted):
-            return plain
-        added = self.process(name, np.zeros(shape), block)
-        positions = self.process(name, np.arange(wanted.size, dtype=np.float64).reshape(shape), block) - added
-        found = np.empty(wanted.size, np.float32)
-        found[positions.astype(np.int64).ravel()] = (wanted - added).ravel()
-        found = found.reshape(shape)
-        if not np.allclose(self.process(name, found, block), wanted, rtol=1e-6, atol=1e-6):
-            raise self._unknown(name)
-        return found
-
-    def _unknown(self, name: str) -> UnsupportedModelError:
-        return UnsupportedModelError(
-            f"format gguf: {name} of {self.template.architecture} is not as transformers reads it, or not finite; "
-            "export another format"
-        )
-
     def written(self, blocks: Sequence[_KeptBlock], kind: str) -> list[_Written]:
         """List the file's tensors, those of the blocks at its end, block by block."""
         numbers = [*architecture_of(self.model).blocks]
@@ -400,7 +351,7 @@ class _FileLayout:
             shape = [*self.tensor(source).shape]
             dim, index = (block and block.rows.get(source)) or (0, range(shape[0]))
             shape[dim] = len(index)
-            in_file = self.shape(name, tuple(shape), block)
+            in_file = self.readers.shape(name, tuple(shape), _heads(text_config(self.model), block and block.groups))
             known = self.largest.get(key, in_file)
             if any(here > there for here, there in zip(in_file, known, strict=True)):
                 raise self.template.foreign(name, [*known], [*in_file])
@@ -449,7 +400,7 @@ def export_gguf(
 ) -> str:
     """Write a model to a GGUF file, one tensor at a time, and return a line about it.
 
-    `own` is metadata in place of the template's, as `own_tokenizer` returns it. Refused are a template of another
+    `own` is metadata of the tokenizer in place of the template's. Refused are a template of another
     model, values that float16 cannot hold, and tensors that transformers cannot read from such a file.
     """
     from gguf import GGML_QUANT_VERSION, GGMLQuantizationType, GGUFValueType, GGUFWriter, LlamaFileType, quants
@@ -485,8 +436,7 @@ def export_gguf(
         writer.write_ti_data_to_file()
         for x, values in zip(tensors, _values(access, layout, tensors), strict=True):
             writer.write_tensor_data(quants.quantize(values, GGMLQuantizationType[x.stored]))
-    named = ", ".join(key.rpartition(".")[2] for key in own or {})
-    return _described(architecture, blocks) + (f"; the model's own instead of the template's: {named}" if named else "")
+    return _described(architecture, blocks)
 
 
 def _values(access: Access, layout: _FileLayout, tensors: Sequence[_Written]) -> Iterator[np.ndarray]:
@@ -502,7 +452,8 @@ def _values(access: Access, layout: _FileLayout, tensors: Sequence[_Written]) ->
                 if x.block is not None and x.source in x.block.rows:
                     dim, index = x.block.rows[x.source]
                     found = found.index_select(dim, index.to(found.device))
-                values = layout.stored(x.name, found.float().cpu().numpy(), x.shape, x.block)
+                heads = _heads(text_config(layout.model), x.block and x.block.groups)
+                values = layout.readers.stored(x.name, found.float().cpu().numpy(), x.shape, heads)
                 if x.name.endswith(layout.queries):
                     values = values * layout.query_factor
                 if x.stored not in {"F32", "BF16"} and max(values.max(), -values.min()) > _MOST:
@@ -521,15 +472,6 @@ def _described(architecture: str, blocks: Sequence[_KeptBlock]) -> str:
     return ", ".join(parts)
 
 
-def _planned(planned: PlannedModel, options: GgufOptions) -> tuple[GgufHeader, list[_Written]]:
-    """Return the template and the tensors of the file of a model."""
-    template = template_of(options.like, planned.source)
-    refuse_foreign(planned.model, template)
-    own_tokenizer(template, planned.tokenizer)
-    kept = [_KeptBlock(fqn) for fqn in find_blocks(planned.model)]
-    return template, _FileLayout(planned.model, template, template.architecture).written(kept, options.type)
-
-
 class GgufExporter:
     """Writes one GGUF file."""
 
@@ -540,26 +482,42 @@ class GgufExporter:
 
     def check(self, planned: PlannedModel) -> None:
         """Refuse what cannot be written, before weights are read."""
-        template, _ = _planned(planned, self.options)
-        if planned.own_widths and template.architecture not in OWN_WIDTHS:
-            raise UnsupportedModelError(
-                f"format gguf: llama.cpp has one width for all blocks of {template.architecture}, and an allocation "
-                "gives each its own; drop allocation, and give each rule its sparsity"
-            )
+        with self._planned(planned) as (template, _, _):
+            if planned.own_widths and template.architecture not in OWN_WIDTHS:
+                raise UnsupportedModelError(
+                    f"format gguf: llama.cpp has one width for all blocks of {template.architecture}, and an "
+                    "allocation gives each its own; drop allocation, and give each rule its sparsity"
+                )
 
     def tensor_bytes(self, planned: PlannedModel) -> dict[str, int]:
         """Return the bytes of each tensor, and under the empty name some 4096 too much, for lists of widths."""
-        template, tensors = _planned(planned, self.options)
-        weights = sum(int(x.nbytes) for x in template.arrays.values())
-        found = {"": 4096 + template.path.stat().st_size - weights}
+        with self._planned(planned) as (template, own, tensors):
+            weights = sum(int(x.nbytes) for x in template.arrays.values())
+            found = {"": 4096 + template.path.stat().st_size - weights}
+        said = itertools.chain.from_iterable(x if isinstance(x, list) else [x] for x in own.values())
+        found[""] += sum(8 + len(x.encode()) if isinstance(x, str) else 4 for x in said)
         for x in tensors:
             found[x.source] = found.get(x.source, 0) + stored_bytes(x.shape, x.stored)
         return found
 
     def export(self, model: FinishedModel, folder: Path) -> str:
-        template = template_of(self.options.like, model.source)
-        own = own_tokenizer(template, model.tokenizer, model.folder)
-        return export_gguf(model.access, template, self.options.type, folder / self.loads, own=own)
+        like = self.options.like or model.source
+        with _template(like, model.access.model) as template:
+            own = _own(like, template, model.access.model, model.tokenizer, model.folder)
+            told = export_gguf(model.access, template, self.options.type, folder / self.loads, own=own)
+        named = ", ".join(key.rpartition(".")[2] for key in own) if like is not None else ""
+        return told + (f"; the model's own instead of the template's: {named}" if named else "")
+
+    @contextlib.contextmanager
+    def _planned(self, planned: PlannedModel) -> Iterator[tuple[GgufHeader, dict[str, Any], list[_Written]]]:
+        """Yield the template, what is said of the tokenizer in its place, and the tensors of the file of a model."""
+        like = self.options.like or planned.source
+        with _template(like, planned.model) as template:
+            refuse_foreign(planned.model, template)
+            own = _own(like, template, planned.model, planned.tokenizer, None)
+            kept = [_KeptBlock(fqn) for fqn in find_blocks(planned.model)]
+            layout = _FileLayout(planned.model, template, template.architecture)
+            yield template, own, layout.written(kept, self.options.type)
 
 
 @hookimpl

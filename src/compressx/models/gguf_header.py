@@ -106,14 +106,16 @@ def read_once(path: Path) -> Iterator[None]:
 
     It would parse the header for the config, the tokenizer and the weights, and make the map of names for every module.
     """
+    GgufHeader.of(path)  # checked before transformers parses it its own way
+    with patch("gguf.GGUFReader", lambda path: GgufHeader.of(path).as_llama), names_mapped_once():
+        yield
+
+
+def names_mapped_once() -> Any:
+    """Let transformers make its map of tensor names once, inside the `with`, and not for every module."""
     import gguf
 
-    GgufHeader.of(path)  # checked before transformers parses it its own way
-    with (
-        patch("gguf.GGUFReader", lambda path: GgufHeader.of(path).as_llama),
-        patch("gguf.get_tensor_name_map", lru_cache(maxsize=1)(gguf.get_tensor_name_map)),
-    ):
-        yield
+    return patch("gguf.get_tensor_name_map", lru_cache(maxsize=1)(gguf.get_tensor_name_map))
 
 
 def let_go() -> None:

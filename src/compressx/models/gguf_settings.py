@@ -118,9 +118,9 @@ _SQUARE = {"bloom", "gpt2", "nemotron", "phi3", "qwen2", "qwen2moe", "stablelm",
 """Those whose heads together are as wide as the hidden states."""
 _LOCAL = {"gemma2", "gemma3"}
 """Those of which llama.cpp computes local attention."""
-_TURNED_IN_PART = {"minimax-m2", "nemotron", "phi3", "stablelm"}
+TURNED_IN_PART = {"minimax-m2", "nemotron", "phi3", "stablelm"}
 """Those of which `rope.dimension_count` entries of a head are rotated."""
-_NOT_ROTATED = {"bloom", "gpt2"}
+NOT_ROTATED = {"bloom", "gpt2"}
 _BUILT = {"qwen35", "qwen35moe"}
 """Those whose configs transformers makes of the file's keys alone."""
 _READ = {
@@ -160,13 +160,13 @@ def completed(config: Any, header: GgufHeader) -> Any:
     _refuse_unread_keys(header)
     if header.architecture in _SQUARE and header.head * header.get("attention.head_count") != config.hidden_size:
         raise _refused(header, "attention.key_length", f"expected heads that are {config.hidden_size} wide together")
-    if header.architecture in _NOT_ROTATED:
+    if header.architecture in NOT_ROTATED:
         return config
     every = config.rope_parameters
     whole = every.get("full_attention", every)
     whole["rope_theta"] = header.get("rope.freq_base", 10000.0)
     turned = header.get("rope.dimension_count", header.head)
-    if header.architecture in _TURNED_IN_PART:
+    if header.architecture in TURNED_IN_PART:
         whole["partial_rotary_factor"] = turned / header.head
     elif turned != header.head:
         raise _refused(header, "rope.dimension_count", f"expected {header.head}, the size of its heads")
@@ -302,7 +302,7 @@ def computed(config: Any, architecture: str) -> dict[str, Any]:
     for kind, rope in (by_kind or {"": every}).items():
         own = {key: x for key, x in rope.items() if rope.get("rope_type") != "default" or key == "rope_theta"}
         own["partial_rotary_factor"] = rope.get("partial_rotary_factor", 1.0)
-        if architecture not in _TURNED_IN_PART:
+        if architecture not in TURNED_IN_PART:
             del own["partial_rotary_factor"]
         found[f"rope_parameters{kind and f'.{kind}'}"] = own
     return {name: _alike(x) for name, x in found.items()}

@@ -17,13 +17,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.compressx.gguf_files import ARCHITECTURES, tiny_of, write_like
+from tests.compressx.gguf_files import ARCHITECTURES, tiny_byte_tokenizer, tiny_of, write_like
 from tests.compressx.llama_cpp import PROMPT, agrees, log_probabilities
 from tests.conftest import SMOLLM2
 
 from compressx.models.access import InMemory
 from compressx.models.architecture import architecture_of
 from compressx.models.checkpoint import Checkpoint, find_checkpoint
+from compressx.models.gguf_described import described
 from compressx.models.gguf_export import (
     FEWER_HEADS,
     KINDS,
@@ -34,10 +35,12 @@ from compressx.models.gguf_export import (
     template_of,
 )
 from compressx.models.gguf_header import GgufHeader
+from compressx.models.gguf_tokenizer import tokenizer_metadata
 from compressx.models.loading import load_model
 from compressx.models.streaming import open_streamed
 from compressx.recipe.sources import ModelSource
 from compressx.runtime.errors import ArtifactError, CompressxError
+from compressx.testing.models import tiny_model
 
 
 def test_the_type_of_a_file_may_be_written_in_any_case() -> None:
@@ -62,8 +65,13 @@ def like_of(folder: Path, model: Any, architecture: str, **keys: Any) -> Path:
     return write_like(path, model, architecture, keys)
 
 
-def exported(folder: Path, model: Any, architecture: str, kind: str = "F16") -> tuple[Path, str]:
+def exported(folder: Path, model: Any, architecture: str, kind: str = "F16", *, like: bool = True) -> tuple[Path, str]:
+    """Write a model by the file of a converter, or by its own config and a tokenizer."""
     path = folder / "written.gguf"
+    if not like:
+        own = tokenizer_metadata(tiny_byte_tokenizer(), model.config.vocab_size)
+        with described(model) as template:
+            return path, export_gguf(InMemory(model), template, kind, path, own)
     return path, export_gguf(InMemory(model), template_of(like_of(folder, model, architecture)), kind, path)
 
 
@@ -71,12 +79,16 @@ def read(path: Path) -> Any:
     return load_model(Checkpoint(str(path.parent), path))
 
 
+BOTH = pytest.mark.parametrize("like", [True, False], ids=["like a file", "of its config"])
+
+
+@BOTH
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_llama_cpp_computes_what_transformers_does_which_reads_every_weight_as_it_was(
-    architecture: str, tmp_path: Path
+    architecture: str, like: bool, tmp_path: Path
 ):
     model = tiny_of(architecture, seed=1)  # of seed 0 a router of qwen3moe has two experts that are all but equal
-    path, told = exported(tmp_path, model, architecture)
+    path, told = exported(tmp_path, model, architecture, like=like)
     assert told.startswith(f"{architecture}, 3 blocks")
     assert agrees(model, path)
     found = read(path).state_dict()
@@ -108,15 +120,16 @@ def zero(model: Any, block: int, neurons: Sequence[int], groups: Sequence[int]) 
             layer.self_attn.o_proj.weight[:, group * of_group : (group + 1) * of_group] = 0
 
 
+@BOTH
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("architecture", ["llama", "qwen2"])
 def test_units_that_are_zeros_are_not_written_and_the_file_is_read_as_the_model_that_it_is(
-    architecture: str, cut: str, tmp_path: Path
+    architecture: str, cut: str, like: bool, tmp_path: Path
 ):
     model, (zeroed, expected) = tiny_of(architecture), CUTS[cut]
     for block, neurons, groups in zeroed:
         zero(model, block, neurons, groups)
-    path, told = exported(tmp_path, model, architecture)
+    path, told = exported(tmp_path, model, architecture, like=like)
     if architecture == "qwen2" and cut == "one width":  # whose query matrix is square in llama.cpp
         expected = f"deci, {expected}"
     assert told.endswith(expected)
@@ -128,7 +141,7 @@ def test_units_that_are_zeros_are_not_written_and_the_file_is_read_as_the_model_
     assert back.config.model_type == architecture
     with torch.no_grad():
         assert torch.allclose(back(ids).logits, model(ids).logits, atol=1e-4)
-    export_gguf(InMemory(back), template_of(None, path), "F16", again)
+    export_gguf(InMemory(back), template_of(path), "F16", again)
     files = [GgufHeader.of(x) for x in (again, path)]
     assert files[0].shapes == files[1].shapes
     assert all(np.array_equal(x, files[1].arrays[name]) for name, x in files[0].arrays.items())
@@ -189,16 +202,22 @@ def test_each_type_is_read_back_as_close_as_its_bits_allow(kind: str, tmp_path: 
     assert len(tokens) == 32
 
 
+@BOTH
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_streamed_model_gives_the_same_file(tied: bool, tmp_path: Path):
+def test_a_streamed_model_gives_the_same_file(tied: bool, like: bool, tmp_path: Path):
     model = tiny_of("llama")
     model.config.tie_word_embeddings = tied
     model.tie_weights()
     zero(model, 0, range(64), (1,))
     model.save_pretrained(tmp_path / "model")
-    like = template_of(like_of(tmp_path, model, "llama"))
-    export_gguf(InMemory(model), like, "Q8_0", tmp_path / "memory.gguf")
-    export_gguf(open_streamed(Checkpoint(str(tmp_path / "model"))), like, "Q8_0", tmp_path / "streamed.gguf")
+    own = tokenizer_metadata(tiny_byte_tokenizer(), 128)
+    for access, name in ((InMemory(model), "memory"), (open_streamed(Checkpoint(str(tmp_path / "model"))), "streamed")):
+        path = tmp_path / f"{name}.gguf"
+        if like:
+            export_gguf(access, template_of(like_of(tmp_path, model, "llama")), "Q8_0", path)
+        else:
+            with described(access.model) as template:
+                export_gguf(access, template, "Q8_0", path, own)
     assert (tmp_path / "memory.gguf").read_bytes() == (tmp_path / "streamed.gguf").read_bytes()
     assert ("output.weight" in GgufHeader.of(tmp_path / "memory.gguf").shapes) != tied
 
@@ -233,12 +252,11 @@ def test_metadata_and_tokenizer_are_the_like_files(tmp_path: Path):
         ({"like": "qwen2"}, "its model_type is 'qwen2', and 'llama'"),
         ({"like": "phi3", "num_key_value_heads": 1}, "num_key_value_heads is 1 in the model and 2 in .*phi3"),
         ({"like": "phi3", "num_key_value_heads": 4}, "num_key_value_heads is 4 in the model and 2 in .*phi3"),
-        ({"like": None}, r"like: FILE under options, or after --like, .*convert_hf_to_gguf.py"),
     ],
 )
 def test_the_like_file_of_another_model_is_refused_in_one_line(changed: dict[str, Any], expected: str, tmp_path: Path):
     kind = changed.pop("like", "llama")
-    like = None if kind is None else like_of(tmp_path, tiny_of(kind), kind)
+    like = like_of(tmp_path, tiny_of(kind), kind)
     if "rope_theta" in changed:
         changed = {"rope_parameters": {"rope_type": "default", **changed}}
     other = tiny_of("phi3" if kind == "phi3" else "llama", **changed)
@@ -283,9 +301,46 @@ def test_values_that_float16_cannot_hold_are_refused(value: float, tmp_path: Pat
     exported(tmp_path, model, "llama", "BF16")
 
 
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 8192}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"rope_parameters": LLAMA3}, None),
+        ({"rope_parameters": {**LLAMA3, "original_max_position_embeddings": 16}}, "rope_freqs.weight .*a tensor"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0,
+                              "original_max_position_embeddings": 32}},
+         "a file of llama would be of another model: its rope_parameters is"),
+        ({"attention_bias": True}, None),
+        ({"hidden_act": "relu"}, "computes llama with hidden_act silu, and the model to export has relu"),
+    ],
+)  # fmt: skip
+def test_what_the_file_of_a_config_cannot_say_is_refused_in_one_line(
+    changed: dict[str, Any], told: str | None, tmp_path: Path
+):
+    model = tiny_of("llama", **copy.deepcopy(changed))
+    if told is None:
+        path, _ = exported(tmp_path, model, "llama", like=False)
+        assert agrees(model, path)
+        assert torch.equal(read(path).state_dict()["lm_head.weight"], model.lm_head.weight)
+        return
+    with pytest.raises(CompressxError, match=told) as error:
+        exported(tmp_path, model, "llama", like=False)
+    assert "\n" not in str(error.value)
+    assert str(error.value).endswith("export another format")
+    assert not (tmp_path / "written.gguf").exists()
+
+
+def test_an_architecture_that_is_not_written_is_refused():
+    with pytest.raises(CompressxError, match=r"cohere is none of the architectures that are written, bloom, .*another"):
+        described(tiny_model("cohere")).__enter__()
+
+
 @pytest.mark.slow
 def test_the_real_model_dense_shrunk_and_cut_computes_the_same_in_llama_cpp(smollm2: Any, tmp_path: Path):
-    like = template_of(None, find_checkpoint(ModelSource(**SMOLLM2)).file)
+    like = template_of(find_checkpoint(ModelSource(**SMOLLM2)).file)
     prompt = smollm2.tokenizer("The history of the city of Paris begins with")["input_ids"]
     model = copy.deepcopy(smollm2.model)
     assert export_gguf(InMemory(model), like, "F16", tmp_path / "dense.gguf").startswith(

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from compressx.data.windows import beginning
 from compressx.models.checkpoint import Checkpoint, find_checkpoint
 from compressx.models.loading import load_tokenizer
-from compressx.models.tokenizer import _SPLITS
+from compressx.models.tokenizer import SPLITS
 from compressx.pipeline.run import run
 from compressx.recipe.sources import ModelSource
 from compressx.runtime.errors import ArtifactError, UnsupportedModelError
@@ -176,7 +176,7 @@ def test_only_a_gemma_begins_with_bos_of_its_own_accord_whatever_class_its_token
     assert beginning(tokenizer, "auto", Model()) is None, "there is none to begin with"
 
 
-NAMES = [name for names in _SPLITS for name in names.split()]
+NAMES = [name for names in SPLITS for name in names.split()]
 APPROXIMATED = {"gpt-4o", "llama4", "kanana2", "minimax-m2", "tekken"}
 """Of which llama.cpp takes marks apart from letters, unlike the models."""
 SPLIT = [*TEXTS[:5], *TEXTS[7:], "a  12", "x   3\n\n 4 ", "(a+b)=c; `x` $5 12345", "HTTPServer's I'LL",

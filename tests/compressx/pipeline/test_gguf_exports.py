@@ -77,9 +77,9 @@ def test_what_cannot_be_written_is_refused_before_weights_are_read(dense: Path, 
     foreign = write_gguf(tmp_path / "foreign.gguf", keys={"general.architecture": "gpt-neo"})
     mute = write_gguf(tmp_path / "mute.gguf", keys={"tokenizer.ggml.tokens": None})
     for export, more, told in (
-        ({}, {}, r"export\[0\]: format gguf takes metadata .* like: FILE under options, .*convert_hf_to_gguf.py"),
+        ({}, {}, r"export\[0\]: format gguf: the token 'w0' takes spaces .* like: FILE under options, or after --like"),
         ({"like": "nowhere.gguf"}, {}, r"export\[0\]: .*nowhere.gguf does not exist"),
-        ({"like": str(folder)}, {}, r"export\[0\]: like: .*model is a folder; format gguf takes"),
+        ({"like": str(folder)}, {}, r"export\[0\]: like: .*model is a folder, expected a GGUF file"),
         ({"like": str(foreign)}, {}, r"export\[0\]: .*architecture gpt-neo is not supported"),
         ({"like": str(mute)}, {}, r"export\[0\]: .*mute.gguf has no tokenizer.ggml.tokens"),
         ({"like": str(dense)}, {}, r"export\[0\]: .*dense.gguf is of another model: its model_type is 'llama'"),
@@ -300,3 +300,33 @@ def test_a_file_has_the_tokenizer_of_the_model_and_never_that_of_the_like_file(
         texts = ["the lazy dog", "<|turn|>the quick <think>fox<|turn|>", "Déjà\n\n  vu 123<|spare|>", "<s>x</s>"]
         read = load_tokenizer(Checkpoint(str(folder)))
         assert tokens_of(Path("x.gguf"), texts) == read(texts, add_special_tokens=False)["input_ids"]
+
+
+def test_a_folder_is_written_without_a_file_of_the_dense_model_in_a_run_and_by_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text("the quick brown fox " * 60)
+    with_tokenizer(Path("model"))
+    Path("base.gguf").unlink()
+    Path("model/generation_config.json").write_text(json.dumps({"eos_token_id": [1, 2]}))
+    own = {"prune": [{"targets": ["*.mlp.*"], "pruner": "magnitude", "pattern": "neurons"}],
+           "calibration": {"dataset": {"text": "text.txt"}, "samples": 4, "sequence_length": 16},
+           "allocation": {"method": "divergence", "target": {"bytes": 200_000}}}  # fmt: skip
+    written = {"format": "gguf", "options": {"type": "F16"}}
+    report = run(recipe("./model", export=["safetensors", written], **own))
+    path = Path("out/exports/gguf/model.gguf")
+    assert report.exports[1]["bytes"] == path.stat().st_size <= 200_000
+    model = AutoModelForCausalLM.from_pretrained("out/model").eval()
+    assert agrees(model, path, [5, 6, 7, 8, 9])
+    assert report.exports[1]["evaluation"]["token_perplexity"] == pytest.approx(
+        report.evaluation["pruned"]["token_perplexity"], rel=1e-3
+    )
+    told = printed("export", "out", "--type", "F16", "-o", "again.gguf")
+    assert re.search(r"again.gguf, .* MB, in .* s: \w+, 2 blocks, .*4 key/value groups$", told.strip())
+    assert Path("again.gguf").read_bytes() == path.read_bytes()
+    found = metadata(path)
+    assert (found["eos_token_id"], found["eot_token_id"], found["chat_template"]) == (1, 2, TEMPLATE)
+    texts = ["the lazy dog", "the quick fox<|spare|>", "Déjà\n\n  vu 123", "<s>x</s>"]
+    read = load_tokenizer(Checkpoint("model"))
+    assert tokens_of(path, texts) == read(texts, add_special_tokens=False)["input_ids"]
