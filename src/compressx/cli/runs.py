@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
@@ -18,9 +17,6 @@ from compressx.cli.common import (
     set_option,
     show_or_json,
 )
-
-if TYPE_CHECKING:
-    from compressx.report.compare import Comparison
 
 replace_option = click.option(
     "--replace", is_flag=True, help="Replace another recipe's finished run in the output, and your own files there."
@@ -124,25 +120,31 @@ def compare_command(
     runs: tuple[Path, ...], output: Path | None, pivoted: bool, form: str | None, measure: str | None
 ) -> None:
     """Compare the output folders RUNS side by side; with --output, write table and plot too."""
-    found = _shown(runs, form, measure, pivoted=pivoted or bool(form or measure))
+    from compressx.cli import terminal
+    from compressx.report.compare import side_by_side
+
+    found = side_by_side(runs)
+    if pivoted or form or measure:
+        _show_table(runs, form, measure)
+    else:
+        terminal.show(*found.sections())
     if output is not None:
         click.echo(f"written to {', '.join(map(str, found.write(output)))}", err=form is not None)
 
 
-def _shown(runs: Sequence[Path], form: str | None = None, measure: str | None = None, *, pivoted: bool) -> Comparison:
-    """Compare runs and print them side by side or, `pivoted`, methods by sparsities, in a format that only it has."""
+def _show_table(
+    runs: Sequence[Path], form: str | None = None, measure: str | None = None, methods: Sequence[str] = ()
+) -> None:
+    """Print methods by sparsities, in a format; warnings beside one for programs go to standard error."""
     from compressx.cli import terminal
-    from compressx.report.compare import side_by_side
     from compressx.report.pivot import FORMATS, pivot
 
-    found = side_by_side(runs)
-    shown, *others = pivot(runs, measure) if pivoted else found.sections()
-    if form in FORMATS:
-        click.echo(FORMATS[form](shown), nl=False)
-    else:
+    shown, *warnings = pivot(runs, measure, methods)
+    if (write := FORMATS.get(form or "text")) is None:
         terminal.show(shown)
-    terminal.show(*others, stderr=form in FORMATS)
-    return found
+    else:
+        click.echo(write(shown), nl=False)
+    terminal.show(*warnings, stderr=write is not None)
 
 
 class _Lists(click.Command):
@@ -190,6 +192,7 @@ def sweep_command(
     """
     from compressx.cli import terminal
     from compressx.pipeline.sweep import check_runs, runs_by_name, runs_of
+    from compressx.report.compare import side_by_side
     from compressx.report.section import counted
     from compressx.runtime.errors import noted
 
@@ -211,5 +214,10 @@ def sweep_command(
             click.echo(f"[{number}/{len(cells)}] {cell.output}" + ("" if ran else ": finished before"))
     if not is_first():
         return
-    found = _shown(done, pivoted=bool(methods))
-    click.echo(f"written to {', '.join(map(str, found.write(cells[0].output.parent)))}")
+    found = side_by_side(done)
+    written = found.write(cells[0].output.parent)
+    if methods:
+        _show_table(done, methods=[cell.values[0] for cell in cells])
+    else:
+        terminal.show(*found.sections())
+    click.echo(f"written to {', '.join(map(str, written))}")

@@ -52,17 +52,23 @@ class _BestMean(Mean, Best):
     pass
 
 
-def pivot(folders: Sequence[Path], measure: str | None = None) -> tuple[Section, ...]:
-    """Return a table of what the last model of each run measured, the first perplexity or another, and warnings."""
+def pivot(folders: Sequence[Path], measure: str | None = None, methods: Sequence[str] = ()) -> tuple[Section, ...]:
+    """Return a table of what the last model of each run measured, and warnings.
+
+    Args:
+        folders: output folders, or `report.json` files.
+        measure: a name in the reports; when absent the first perplexity, or what is measured first.
+        methods: the name of each run's; when absent it is made of what its report says.
+    """
     runs = read_runs(folders)
     names = [*dict.fromkeys(name for run in runs for name, of in run.measures if of != "dense")]
-    name = measure or next((name for name in names if name.endswith("perplexity")), "")
-    if name not in names:
-        asked = f"--measure {one_line(name)}: no run has it" if measure else "no run has a perplexity; give --measure"
-        raise CompressxError(f"{asked}; {did_you_mean(name, names) or 'expected runs of recipes with evaluate'}")
+    if measure is not None and measure not in names:
+        told = did_you_mean(measure, names) or "expected runs of recipes with evaluate"
+        raise CompressxError(f"--measure {one_line(measure)}: no run has it; {told}")
+    name = measure or next((name for name in names if name.endswith("perplexity")), next(iter(names), "nothing"))
     cells: dict[str, dict[tuple[bool, float, str], list[Compared]]] = {}
-    for run in runs:
-        cells.setdefault(_method(run.report), {}).setdefault(_sparsity(run.report), []).append(run)
+    for run, method in zip(runs, methods or [_method(run.report) for run in runs], strict=True):
+        cells.setdefault(method, {}).setdefault(_sparsity(run.report), []).append(run)
     sparsities, warnings = sorted({at for row in cells.values() for at in row}), warnings_about(runs)
     columns: list[list[Mean | str | None]] = [["dense", *cells]]
     for at in sparsities:

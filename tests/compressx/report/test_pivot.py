@@ -88,11 +88,21 @@ def test_more_is_better_of_an_accuracy_and_nothing_is_marked_of_a_measure_that_i
     assert marked(pivot(folders, "odd")[0]) == set()
     with pytest.raises(CompressxError, match=r"^--measure arc ac: no run has it; did you mean 'arc acc'\? valid: arc"):
         pivot(folders, "arc ac")
-    bare = saved(tmp_path / "bare", 0.0, evaluation={"pruned": {"odd": 1.0}})
-    with pytest.raises(CompressxError, match=r"^no run has a perplexity; give --measure; valid: odd$"):
-        pivot([bare])
-    with pytest.raises(CompressxError, match=r"give --measure; expected runs of recipes with evaluate$"):
-        pivot([saved(tmp_path / "blind", 0.0, evaluation={})])
+
+
+def test_without_a_perplexity_the_first_figure_is_shown_and_without_any_the_cells_are_empty(tmp_path):
+    (shown,) = pivot([saved(tmp_path / "a", 0.0, evaluation={"pruned": {"odd": 1.5, "other": 2.0}})])
+    assert (shown.note.split(":")[0], shown.table.texts[1]) == ("Odd", ["sparsegpt", "1.5"])
+    blind = saved(tmp_path / "blind", 0.0, evaluation={})
+    assert pivot([blind])[0].table.texts == [["dense", ""], ["sparsegpt", ""]]
+    with pytest.raises(CompressxError, match=r"^--measure odd: no run has it; expected runs of recipes with evaluate$"):
+        pivot([blind], "odd")
+
+
+def test_rows_can_be_named_by_who_made_the_runs(tmp_path):
+    folders = [saved(tmp_path / "a", 30.0), saved(tmp_path / "b", 31.0)]
+    (shown,) = pivot(folders, methods=["wanda:model.layers.0.*+alps", "alps"])
+    assert [row[0] for row in shown.table.rows] == ["dense", "wanda:model.layers.0.*+alps", "alps"]
 
 
 def test_a_run_counts_by_the_last_model_that_it_made_and_what_trained_it_is_another_method(tmp_path):
