@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
@@ -119,27 +120,67 @@ def schema_command(host: Host) -> None:
 @click.command("compare", epilog="Example: compressx compare runs/one runs/two --output compared")
 @click.argument("runs", nargs=-1, required=True, type=PATH)
 @click.option("-o", "--output", type=PATH, help="Folder for compare.md, compare.csv and compare.svg.")
-def compare_command(runs: tuple[Path, ...], output: Path | None) -> None:
+@click.option("--table", "pivoted", is_flag=True, help="Print methods by sparsities, for a paper.")
+@click.option("--format", "form", type=click.Choice(["text", "markdown", "csv", "latex"]), help="Of --table.")
+@click.option("--measure", metavar="NAME", help="What --table shows, by its name in report.json; default a perplexity.")
+def compare_command(
+    runs: tuple[Path, ...], output: Path | None, pivoted: bool, form: str | None, measure: str | None
+) -> None:
     """Compare the output folders RUNS side by side; with --output, write table and plot too."""
     from compressx.cli import terminal
     from compressx.report.compare import side_by_side
 
     found = side_by_side(runs)
-    terminal.show(*found.sections())
+    if pivoted or form or measure:
+        _show_table(runs, form, measure)
+    else:
+        terminal.show(*found.sections())
     if output is not None:
-        click.echo(f"written to {', '.join(map(str, found.write(output)))}")
+        click.echo(f"written to {', '.join(map(str, found.write(output)))}", err=form is not None)
 
 
-@click.command("sweep", epilog="Example: compressx sweep recipe.yaml --grid prune.0.sparsity=0.4,0.5,0.6")
+def _show_table(
+    runs: Sequence[Path], form: str | None = None, measure: str | None = None, methods: Sequence[str] = ()
+) -> None:
+    """Print methods by sparsities, in a format; warnings beside one for programs go to standard error."""
+    from compressx.cli import terminal
+    from compressx.report.pivot import FORMATS, pivot
+
+    shown, *warnings = pivot(runs, measure, methods)
+    if (write := FORMATS.get(form or "text")) is None:
+        terminal.show(shown)
+    else:
+        click.echo(write(shown), nl=False)
+    terminal.show(*warnings, stderr=write is not None)
+
+
+class _Lists(click.Command):
+    """Takes several values after `--methods` and `--sparsities`, up to the next option."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Repeat the option before each value, as click wants it."""
+        repeated, option = list[str](), ""
+        for word in args:
+            if word.startswith("-"):
+                option = word if word in ("--methods", "--sparsities") else ""
+            elif option and repeated[-1] != option:
+                repeated.append(option)
+            repeated.append(word)
+        return super().parse_args(ctx, repeated)
+
+
+@click.command("sweep", cls=_Lists, epilog="Example: compressx sweep recipe.yaml --grid prune.0.sparsity=0.4,0.5,0.6")
 @click.argument("recipe", type=PATH)
 @click.option(
     "--grid",
     "axes",
     multiple=True,
-    required=True,
     metavar="KEY=VALUE,VALUE...",
     help="Values of a recipe key, such as prune.1.sparsity=0.4,0.5; repeated, every combination is run.",
 )
+@click.option("--methods", multiple=True, metavar="METHOD...", help="Pruners, or such as attnprune:qk+sparsegpt.")
+@click.option("--sparsities", multiple=True, metavar="SPARSITY...", help="Of --methods, such as 0.5 0.6 2:4.")
+@click.option("--seeds", type=click.IntRange(1), help="Run each with so many seeds of calibration, from 0.")
 @set_option
 @click.option(
     "-o", "--output", type=PATH, help="Folder for all runs; by default the recipe's output with -sweep appended."
@@ -149,18 +190,26 @@ def compare_command(runs: tuple[Path, ...], output: Path | None) -> None:
 @click.option("-q", "--quiet", is_flag=True, help="Print nothing but the comparison, errors and warnings.")
 @click.pass_obj
 def sweep_command(
-    host: Host, recipe: Path, axes: tuple[str, ...], overrides: tuple[str, ...], output: Path | None, device: str,
-    restart: bool, quiet: bool,
+    host: Host, recipe: Path, axes: tuple[str, ...], methods: tuple[str, ...], sparsities: tuple[str, ...],
+    seeds: int | None, overrides: tuple[str, ...], output: Path | None, device: str, restart: bool, quiet: bool,
 ) -> None:  # fmt: skip
-    """Run RECIPE for every combination of values, then compare; a second call continues where the first stopped."""
+    """Run RECIPE for every combination of values, or by every method at every sparsity, then compare.
+
+    A second call continues where the first stopped.
+    """
     from compressx.cli import terminal
-    from compressx.pipeline.sweep import check_runs, runs_of
+    from compressx.pipeline.sweep import check_runs, runs_by_name, runs_of
     from compressx.report.compare import side_by_side
     from compressx.report.section import counted
     from compressx.runtime.errors import noted
 
+    if bool(axes) == bool(methods) or bool(methods) != bool(sparsities) or (seeds and not methods):
+        raise click.UsageError("expected either --grid KEY=VALUE,VALUE..., or --methods with --sparsities and --seeds")
     plugins = host.plugins()
-    cells = runs_of(recipe, axes, overrides, output, plugins)
+    if axes:
+        cells = runs_of(recipe, axes, overrides, output, plugins)
+    else:
+        cells = runs_by_name(recipe, methods, sparsities, seeds, overrides, output, plugins)
     quiet = quiet or not is_first()
     check_runs(cells, plugins)  # all of them, before the first run
     done: list[Path] = []
@@ -173,5 +222,9 @@ def sweep_command(
     if not is_first():
         return
     found = side_by_side(done)
-    terminal.show(*found.sections())
-    click.echo(f"written to {', '.join(map(str, found.write(cells[0].output.parent)))}")
+    written = found.write(cells[0].output.parent)
+    if methods:
+        _show_table(done, methods=[cell.values[0] for cell in cells])
+    else:
+        terminal.show(*found.sections())
+    click.echo(f"written to {', '.join(map(str, written))}")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypeAlias
 
@@ -147,22 +148,18 @@ class LoadedRecipe(PlacedValue):
         return dump_yaml(self.recipe.model_dump(mode="json", by_alias=True, exclude_none=True))
 
 
-def load_recipe(
-    recipe: Path | Mapping[str, Any], overrides: Sequence[str] = (), grid: Sequence[str] = ()
-) -> LoadedRecipe:
-    """Load a recipe from a YAML file, or the same structure in Python.
+def load_recipe(recipe: PlacedValue | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> LoadedRecipe:
+    """Load a recipe from a YAML file, the same structure in Python, or a document that was read from one.
 
-    Overrides are `a.b.0.c=VALUE` with VALUE in YAML, applied in order; after them those of `--grid`.
+    Overrides are `a.b.0.c=VALUE` with VALUE in YAML, applied in order.
     """
-    return _validated(_read(recipe, overrides, grid))
+    return _validated(_read(recipe, overrides))
 
 
-def _read(recipe: Path | Mapping[str, Any], overrides: Sequence[str], grid: Sequence[str] = ()) -> PlacedValue:
-    document = read_yaml(recipe) if isinstance(recipe, Path) else from_python(recipe, "<dict>")
-    for option, given in (("--set", overrides), ("--grid", grid)):
-        for assignment in given:
-            document = override(document, assignment, option)
-    return document
+def _read(recipe: PlacedValue | Path | Mapping[str, Any], overrides: Sequence[str]) -> PlacedValue:
+    if not isinstance(recipe, PlacedValue):
+        recipe = read_yaml(recipe) if isinstance(recipe, Path) else from_python(recipe, "<dict>")
+    return reduce(override, overrides, recipe)
 
 
 def _validated(source: PlacedValue) -> LoadedRecipe:

@@ -83,7 +83,7 @@ class Comparison:
 
     def _value(self, run: Compared, key: tuple[str, str]) -> float | None:
         """Return what a run measured, marked if it is the best of comparable runs that are as sparse or sparser."""
-        value, sign = run.measures.get(key), _sign(key[0])
+        value, sign = run.measures.get(key), sign_of(key[0])
         others = [x for x in self.runs if x is not run and key in x.measures]
         if value is None or not sign or key[1] == "dense" or not others or self.warnings:
             return value
@@ -133,7 +133,7 @@ class Comparison:
         }
 
 
-def side_by_side(folders: Sequence[Path]) -> Comparison:
+def read_runs(folders: Sequence[Path]) -> list[Compared]:
     """Read the reports of several runs, given by output folders or `report.json` files."""
     folders = [folder.parent if folder.name == "report.json" else folder for folder in folders]
     common = os.path.commonpath([folder.resolve().parent for folder in folders])
@@ -141,8 +141,13 @@ def side_by_side(folders: Sequence[Path]) -> Comparison:
     for folder in folders:
         report, name = read_report(folder), str(folder.resolve().relative_to(common))
         found.append(Compared(name, report, report.measures(), flips_in(report.evaluation)))
-    runs = tuple(sorted(found, key=_perplexity))
-    return Comparison(runs, tuple(_warnings(runs)))
+    return found
+
+
+def side_by_side(folders: Sequence[Path]) -> Comparison:
+    """Compare several runs, given as for `read_runs`."""
+    runs = tuple(sorted(read_runs(folders), key=_perplexity))
+    return Comparison(runs, tuple(warnings_about(runs)))
 
 
 def _perplexity(run: Compared) -> float:
@@ -151,7 +156,7 @@ def _perplexity(run: Compared) -> float:
     return found.get("finetuned", found.get("pruned", math.inf))
 
 
-def _sign(name: str) -> int:
+def sign_of(name: str) -> int:
     """Return whether more is better (1), less is better (-1), or neither is known (0)."""
     metric = name.rsplit(" ", 1)[-1].partition(",")[0]
     return -1 if metric.endswith(_LESS) else int(metric in _MORE)
@@ -172,7 +177,7 @@ def read_report(folder: Path) -> RunReport:
         raise ArtifactError(f"{path}: {place}: {first['msg']}; was it written by this version of compressx?") from None
 
 
-def _warnings(runs: Sequence[Compared]) -> list[str]:
+def warnings_about(runs: Sequence[Compared]) -> list[str]:
     """Say what makes numbers of different runs differ besides pruning."""
     said = []
     models = {model_name(run.report.model) for run in runs}

@@ -83,6 +83,7 @@ def _wrong(saved: Path, project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
      ("apply model model -o two", "model is a folder, expected a masks file"),
      ("apply r.yaml model -o model", "output model exists; name a new one"),
      ("compare model", "error: "),
+     ("compare --table model", "error: "),
      # sweep
      *((f"sweep r.yaml -o never {axes}", said) for axes, said in (
          ("--grid prune.0.sparsity=0.5,1.5", "--grid prune.0.sparsity=1.5: prune[0].sparsity is 1.5"),
@@ -94,6 +95,13 @@ def _wrong(saved: Path, project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
          ("--grid calibration.samples=4,1000", "calibration.samples=1000: r.yaml:2:1: calibration needs 1000 seq"),
          ("--grid evaluate.token_perplexity.samples=4,900", "evaluate.token_perplexity.samples=900: r.yaml:6:1: "),
          ("--grid prune.0.sparsity=0.5 --set prune[0].sparsity=0.6", "--set prune[0].sparsity=0.6: --grid also sets"),
+         ("--methods wanda wnda --sparsities 0.5", "--methods wnda --sparsities 0.5: no pruner 'wnda'; did"),
+         ("--methods wanda --sparsities 0.5 1.5", "--sparsities 1.5: expected a fraction of zeros between 0 and 1"),
+         *((wrong, "expected either --grid KEY=VALUE,VALUE..., or --methods with --sparsities") for wrong in (
+             "", "--methods wanda", "--sparsities 0.5", "--seeds 2 --grid prune.0.sparsity=0.5",
+             "--methods wanda --sparsities 0.5 --grid prune.0.sparsity=0.5")),
+         ("--sparsities 0.5 --methods", "Option '--methods' requires an argument"),
+         ("--methods wanda --sparsities 0.5 --seeds 0", "0 is not in the range x>=1"),
      )),
      # plugins
      ("plugins check wnda", "did you mean 'wanda'?"),
