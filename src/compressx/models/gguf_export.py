@@ -351,7 +351,8 @@ class _FileLayout:
             shape = [*self.tensor(source).shape]
             dim, index = (block and block.rows.get(source)) or (0, range(shape[0]))
             shape[dim] = len(index)
-            in_file = self.readers.shape(name, tuple(shape), _heads(text_config(self.model), block and block.groups))
+            heads = _heads(text_config(self.model), block.groups if block else None)
+            in_file = self.readers.shape(name, tuple(shape), heads)
             known = self.largest.get(key, in_file)
             if any(here > there for here, there in zip(in_file, known, strict=True)):
                 raise self.template.foreign(name, [*known], [*in_file])
@@ -452,7 +453,7 @@ def _values(access: Access, layout: _FileLayout, tensors: Sequence[_Written]) ->
                 if x.block is not None and x.source in x.block.rows:
                     dim, index = x.block.rows[x.source]
                     found = found.index_select(dim, index.to(found.device))
-                heads = _heads(text_config(layout.model), x.block and x.block.groups)
+                heads = _heads(text_config(layout.model), x.block.groups if x.block else None)
                 values = layout.readers.stored(x.name, found.float().cpu().numpy(), x.shape, heads)
                 if x.name.endswith(layout.queries):
                     values = values * layout.query_factor
