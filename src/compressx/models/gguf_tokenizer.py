@@ -24,7 +24,7 @@ _SPACE = "▁"  # in the tokens of SentencePiece
 _BYTES = {f"<0x{i:02X}>" for i in range(256)}
 
 
-def refused(what: str) -> UnsupportedModelError:
+def _refused(what: str) -> UnsupportedModelError:
     """Return the error about a model that needs a GGUF file to be written, and what to do."""
     return UnsupportedModelError(
         f"format gguf: {what}; name a GGUF file of the dense model as like: FILE under options, or after --like"
@@ -42,11 +42,12 @@ def tokenizer_metadata(tokenizer: Any, rows: int, folder: Path | None = None) ->
     model, added = _model_of(tokenizer), tokenizer.added_tokens_decoder
     ours, whole = {i: token for token, i in tokenizer.get_vocab().items()}, model["byte_fallback"]
     if max(ours) >= rows:
-        raise refused(f"token {max(ours)}, {ours[max(ours)]!r}, has no row in the embedding of {rows}")
+        raise _refused(f"token {max(ours)}, {ours[max(ours)]!r}, has no row in the embedding of {rows}")
     kinds = [_CONTROL if i in added and added[i].special else _USER if i in added else
              _UNUSED if i not in ours else _BYTE if whole and ours[i] in _BYTES else _NORMAL
              for i in range(rows)]  # fmt: skip
-    found = {f"{_KEY}tokens": [ours.get(i, f"[PAD{i}]") for i in range(rows)], f"{_KEY}token_type": kinds}
+    found = _ends(tokenizer) | {f"{_KEY}token_type": kinds}
+    found[f"{_KEY}tokens"] = [ours.get(i, f"[PAD{i}]") for i in range(rows)]
     if whole:
         prefix, scores = _as_sentencepiece(tokenizer.backend_tokenizer, model, added.values())
         found |= {f"{_KEY}model": "llama", f"{_KEY}pre": "default", f"{_KEY}add_space_prefix": prefix,
@@ -55,24 +56,23 @@ def tokenizer_metadata(tokenizer: Any, rows: int, folder: Path | None = None) ->
         merges = [" ".join(x.replace(" ", "Ġ") for x in pair) for pair in model["merges"]]
         found |= {f"{_KEY}model": "gpt2", f"{_KEY}pre": _way_of(tokenizer.backend_tokenizer, model),
                   f"{_KEY}merges": merges}  # fmt: skip
-    found |= _ends(tokenizer)
     return found | _roles(tokenizer, found, kinds, folder)
 
 
 def _model_of(tokenizer: Any) -> Any:
     """Return the model in tokenizer.json, a BPE that llama.cpp has; refuse others."""
     if not getattr(tokenizer, "is_fast", False):
-        raise refused(f"{type(tokenizer).__name__} has no tokenizer.json to write")
+        raise _refused(f"{type(tokenizer).__name__} has no tokenizer.json to write")
     for token in tokenizer.added_tokens_decoder.values():
         if token.lstrip or token.rstrip or token.single_word:
-            raise refused(f"the token {token.content!r} takes spaces beside it, or whole words, unlike in llama.cpp")
+            raise _refused(f"the token {token.content!r} takes spaces beside it, or whole words, unlike in llama.cpp")
     model = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
     if model["type"] != "BPE":
-        raise refused(f"the tokenizer is a {model['type']}, and a BPE is written")
+        raise _refused(f"the tokenizer is a {model['type']}, and a BPE is written")
     other = [name for name in ("continuing_subword_prefix", "end_of_word_suffix", "dropout") if model[name]]
     other += ["ignore_merges"] * (model["byte_fallback"] and model["ignore_merges"])
     if other:
-        raise refused(f"the tokenizer's BPE has {other[0]}, which llama.cpp has not")
+        raise _refused(f"the tokenizer's BPE has {other[0]}, which llama.cpp has not")
     return model
 
 
@@ -80,10 +80,10 @@ def _ends(tokenizer: Any) -> dict[str, Any]:
     """Return the metadata of BOS, EOS, the unknown token and padding, and of what is put around a text."""
     bos, eos, ids = tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer("a")["input_ids"]
     if eos is None:
-        raise refused("the tokenizer has no eos_token, at which a text ends")
+        raise _refused("the tokenizer has no eos_token, at which a text ends")
     begins, ends = ids[:1] == [bos], ids[-1:] == [eos]
     if ids != [bos] * begins + tokenizer("a", add_special_tokens=False)["input_ids"] + [eos] * ends:
-        raise refused("the tokenizer puts other tokens than BOS and EOS around a text")
+        raise _refused("the tokenizer puts other tokens than BOS and EOS around a text")
     roles = {"bos": eos if bos is None else bos, "eos": eos, "unknown": tokenizer.unk_token_id}
     said = {f"{name}_token_id": own for name, own in {**roles, "padding": tokenizer.pad_token_id}.items()}
     return {f"{_KEY}{name}": own for name, own in {**said, "add_bos_token": begins, "add_eos_token": ends}.items()}
@@ -96,19 +96,18 @@ def _way_of(backend: Any, model: Mapping[str, Any]) -> str:
         if changed == [unicodedata.normalize("NFC", text) for text in TEXTS]:
             _log.warning("gguf: the tokenizer composes accents with their letters (NFC), and llama.cpp does not")
         elif changed != [*TEXTS]:
-            raise refused("the tokenizer changes text before it splits it, and llama.cpp does not")
+            raise _refused("the tokenizer changes text before it splits it, and llama.cpp does not")
     own, whole = _pieces(backend.pre_tokenizer), bool(model["ignore_merges"])
     names = [name for names, splits in SPLITS.items() if _pieces(splitter(splits)) == own for name in names.split()]
     fitting = [name for name in names if (name in WHOLE_WORDS) == whole]
     if not fitting:
-        raise refused("the tokenizer splits text, or takes whole words, in a way that has no name in llama.cpp")
+        raise _refused("the tokenizer splits text, or takes whole words, in a way that has no name in llama.cpp")
     return fitting[0]
 
 
-def _pieces(pre_tokenizer: Any, normalize: Callable[[str], str] = str) -> list[list[str]]:
+def _pieces(pre: Any, normalize: Callable[[str], str] = str) -> list[list[str]]:
     """Return the parts into which each text of a sample is split."""
-    texts = map(normalize, TEXTS)
-    return [[x for x, _ in pre_tokenizer.pre_tokenize_str(text)] if pre_tokenizer else [text] for text in texts]
+    return [[x for x, _ in pre.pre_tokenize_str(text)] if pre else [text] for text in map(normalize, TEXTS)]
 
 
 def _as_sentencepiece(backend: Any, model: Any, added: Iterable[Any]) -> tuple[bool, dict[str, float]]:
@@ -118,11 +117,11 @@ def _as_sentencepiece(backend: Any, model: Any, added: Iterable[Any]) -> tuple[b
     prefix = any(x[:1] != y[:1] for x, y in zip(joined, plain, strict=True))
     for text, here, there in zip(TEXTS, joined, plain, strict=True):
         if here != (there and _SPACE * prefix + there):
-            raise refused(f"the tokenizer reads {text[:30]!r} as {here[:30]!r}, which llama.cpp does not")
+            raise _refused(f"the tokenizer reads {text[:30]!r} as {here[:30]!r}, which llama.cpp does not")
     if any(len(x) > 1 for x in pieces) and any(_SPACE in token[1:] for token in model["vocab"]):
-        raise refused("the tokenizer splits text at spaces, and has tokens with spaces inside")
+        raise _refused("the tokenizer splits text at spaces, and has tokens with spaces inside")
     if not model["vocab"].keys() >= _BYTES:
-        raise refused("the tokenizer has no token for some bytes")
+        raise _refused("the tokenizer has no token for some bytes")
     never = {x.content for x in added if _SPACE not in x.content} | _BYTES
     return prefix, _scores(model["vocab"], [(x, y) for x, y in model["merges"]], never)
 
@@ -151,7 +150,7 @@ def _scores(vocabulary: Collection[str], merges: Sequence[tuple[str, str]], neve
     if runs != sorted(runs) or any(len({*token}) > 1 for token in mixed):
         wrong = wrong or min(mixed)
     if wrong is not None:
-        raise refused(f"the tokenizer merges {wrong!r} otherwise than by a score of that token, as llama.cpp does")
+        raise _refused(f"the tokenizer merges {wrong!r} otherwise than by a score of that token, as llama.cpp does")
     return {token: -float(i) for token, i in first.items()}
 
 
