@@ -274,8 +274,9 @@ def _per_group(config: Any) -> int:
     return int(config.num_attention_heads // config.num_key_value_heads)
 
 
-def _heads(config: Any, groups: int | None) -> dict[str, int]:
-    """Return the settings of a config that are others in a block with a number of key/value groups."""
+def _heads(config: Any, block: _KeptBlock | None) -> dict[str, int]:
+    """Return the settings of a config that are others in a block as it is written."""
+    groups = None if block is None else block.groups
     return {} if groups is None else {"num_attention_heads": groups * _per_group(config), "num_key_value_heads": groups}
 
 
@@ -351,8 +352,7 @@ class _FileLayout:
             shape = [*self.tensor(source).shape]
             dim, index = (block and block.rows.get(source)) or (0, range(shape[0]))
             shape[dim] = len(index)
-            heads = _heads(text_config(self.model), block.groups if block else None)
-            in_file = self.readers.shape(name, tuple(shape), heads)
+            in_file = self.readers.shape(name, tuple(shape), _heads(text_config(self.model), block))
             known = self.largest.get(key, in_file)
             if any(here > there for here, there in zip(in_file, known, strict=True)):
                 raise self.template.foreign(name, [*known], [*in_file])
@@ -453,7 +453,7 @@ def _values(access: Access, layout: _FileLayout, tensors: Sequence[_Written]) ->
                 if x.block is not None and x.source in x.block.rows:
                     dim, index = x.block.rows[x.source]
                     found = found.index_select(dim, index.to(found.device))
-                heads = _heads(text_config(layout.model), x.block.groups if x.block else None)
+                heads = _heads(text_config(layout.model), x.block)
                 values = layout.readers.stored(x.name, found.float().cpu().numpy(), x.shape, heads)
                 if x.name.endswith(layout.queries):
                     values = values * layout.query_factor

@@ -46,8 +46,8 @@ def tokenizer_metadata(tokenizer: Any, rows: int, folder: Path | None = None) ->
     kinds = [_CONTROL if i in added and added[i].special else _USER if i in added else
              _UNUSED if i not in ours else _BYTE if whole and ours[i] in _BYTES else _NORMAL
              for i in range(rows)]  # fmt: skip
-    found: dict[str, Any] = {f"{_KEY}tokens": [ours.get(i, f"[PAD{i}]") for i in range(rows)]}
-    found[f"{_KEY}token_type"] = kinds
+    found = _ends(tokenizer) | {f"{_KEY}token_type": kinds}
+    found[f"{_KEY}tokens"] = [ours.get(i, f"[PAD{i}]") for i in range(rows)]
     if whole:
         prefix, scores = _as_sentencepiece(tokenizer.backend_tokenizer, model, added.values())
         found |= {f"{_KEY}model": "llama", f"{_KEY}pre": "default", f"{_KEY}add_space_prefix": prefix,
@@ -56,7 +56,6 @@ def tokenizer_metadata(tokenizer: Any, rows: int, folder: Path | None = None) ->
         merges = [" ".join(x.replace(" ", "Ġ") for x in pair) for pair in model["merges"]]
         found |= {f"{_KEY}model": "gpt2", f"{_KEY}pre": _way_of(tokenizer.backend_tokenizer, model),
                   f"{_KEY}merges": merges}  # fmt: skip
-    found |= _ends(tokenizer)
     return found | _roles(tokenizer, found, kinds, folder)
 
 
@@ -106,10 +105,9 @@ def _way_of(backend: Any, model: Mapping[str, Any]) -> str:
     return fitting[0]
 
 
-def _pieces(pre_tokenizer: Any, normalize: Callable[[str], str] = str) -> list[list[str]]:
+def _pieces(pre: Any, normalize: Callable[[str], str] = str) -> list[list[str]]:
     """Return the parts into which each text of a sample is split."""
-    texts = map(normalize, TEXTS)
-    return [[x for x, _ in pre_tokenizer.pre_tokenize_str(text)] if pre_tokenizer else [text] for text in texts]
+    return [[x for x, _ in pre.pre_tokenize_str(text)] if pre else [text] for text in map(normalize, TEXTS)]
 
 
 def _as_sentencepiece(backend: Any, model: Any, added: Iterable[Any]) -> tuple[bool, dict[str, float]]:
