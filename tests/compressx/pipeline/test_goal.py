@@ -19,7 +19,7 @@ from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from compressx.api.exporter import PlannedModel
 from compressx.models.gguf_export import GgufExporter, GgufOptions
@@ -121,7 +121,8 @@ def test_a_plan_counts_the_bytes_that_the_exporter_does(architecture, models):
     Path("r.yaml").write_text(dump_yaml(recipe))
     found = json.loads(printed("plan", "r.yaml", "--json"))["model"]["bytes"]
     for kind in ("Q8_0", "Q4_0", "F16"):
-        sized = GgufExporter(GgufOptions(type=kind, like=path)).tensor_bytes(PlannedModel(model))
+        planned_model = PlannedModel(model, tokenizer=AutoTokenizer.from_pretrained("model"))
+        sized = GgufExporter(GgufOptions(type=kind, like=path)).tensor_bytes(planned_model)
         block = sum(size for name, size in sized.items() if re.search(r"\.(layers|h)\.1\.", name))
         assert found[kind] == [sum(sized.values()), sum(sized.values()) - block]
 

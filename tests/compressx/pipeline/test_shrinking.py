@@ -28,8 +28,10 @@ from compressx.masks.inspect import inspect_model
 from compressx.masks.maskset import MaskSet
 from compressx.models.architecture import find_blocks
 from compressx.models.blockwise import skipped
+from compressx.models.checkpoint import Checkpoint
 from compressx.models.gguf_export import GgufExporter, GgufOptions
 from compressx.models.gguf_header import GgufHeader
+from compressx.models.loading import load_tokenizer
 from compressx.pipeline.run import plan, run
 from compressx.plugins.manager import load_plugins
 from compressx.report.compare import read_report
@@ -263,7 +265,8 @@ def test_a_budget_counts_the_biases_that_go_with_rows(models, asked, each, bias)
     if asked == "bytes":
         options = {"type": "F16", "like": str(write_like(Path("like.gguf"), model, "qwen2"))}
         export = {"export": [{"format": "gguf", "options": options}]}
-        whole = sum(GgufExporter(GgufOptions.model_validate(options)).tensor_bytes(PlannedModel(model)).values())
+        planned = PlannedModel(model, tokenizer=load_tokenizer(Checkpoint(str(source))))
+        whole = sum(GgufExporter(GgufOptions.model_validate(options)).tensor_bytes(planned).values())
     left = whole - each * group - bias * biases + 1
     target = {"bytes": left} if asked == "bytes" else {"parameters": left / whole}
     rule = {"targets": ["*"], "pruner": "wanda", "pattern": "kv-groups"}
