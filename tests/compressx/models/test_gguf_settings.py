@@ -12,15 +12,17 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from tests.compressx.gguf_files import ARCHITECTURES, tiny_of, write_like
+from tests.compressx.gguf_files import ARCHITECTURES, tiny_byte_tokenizer, tiny_of, write_like
 from tests.compressx.llama_cpp import PROMPT, agrees
 from transformers import AutoConfig
 
 from compressx.models.access import InMemory
 from compressx.models.checkpoint import Checkpoint
+from compressx.models.gguf_described import described
 from compressx.models.gguf_export import export_gguf, template_of
 from compressx.models.gguf_header import GgufHeader
 from compressx.models.gguf_settings import SETTINGS, Derived, computed
+from compressx.models.gguf_tokenizer import tokenizer_metadata
 from compressx.models.loading import load_model
 from compressx.runtime.errors import CompressxError
 
@@ -150,17 +152,28 @@ def computes(path: Path, model: Any, *, loaded: bool = True) -> bool:
         return not loaded and "does not load" in str(error)
 
 
-def outcome(folder: Path, architecture: str, more: Mapping[str, Any], seed: int = 4) -> str:
-    """Write a model by the file of its converter, read both files, and return what was refused and what is wrong."""
-    model, like = converted(folder, architecture, more, seed)
+def outcome(folder: Path, architecture: str, more: Mapping[str, Any], seed: int = 4, *, by_file: bool = True) -> str:
+    """Write a model, read what was written, and return what was refused and what is wrong.
+
+    It is written by the file of its converter, which is read as well, or by its own config.
+    """
     written, found = folder / "written.gguf", []
     try:
-        if not computes(like, read(like), loaded=False):
-            found.append("what is read is not what llama.cpp computes")
+        if by_file:
+            model, like = converted(folder, architecture, more, seed)
+            if not computes(like, read(like), loaded=False):
+                found.append("what is read is not what llama.cpp computes")
+        else:
+            model = tiny_of(architecture, seed, **copy.deepcopy(dict(more)))
     except CompressxError:
         found.append("read: refused")
     try:
-        export_gguf(InMemory(model), template_of(like), "F16", written)
+        if by_file:
+            export_gguf(InMemory(model), template_of(like), "F16", written)
+        else:
+            own = tokenizer_metadata(tiny_byte_tokenizer(), model.config.vocab_size)
+            with described(model) as header:
+                export_gguf(InMemory(model), header, "F16", written, own)
     except CompressxError:
         return ", ".join([*found, "written: refused"])
     if not computes(written, model):
@@ -176,9 +189,9 @@ def wrong(told: str) -> bool:
     return "is not" in told or "another model" in told
 
 
-def tried(folder: Path, architecture: str, more: Mapping[str, Any]) -> str:
+def tried(folder: Path, architecture: str, more: Mapping[str, Any], *, by_file: bool = True) -> str:
     """Return the outcome; of mixtures, whose routers may be all but undecided, of the first of three that is right."""
-    tries = (outcome(folder, architecture, more, seed) for seed in (4, 5, 3))
+    tries = (outcome(folder, architecture, more, seed, by_file=by_file) for seed in (4, 5, 3))
     told = ""
     for told in tries:
         if not wrong(told):
@@ -190,6 +203,7 @@ QUICK = {"llama", "gemma3"}
 """Those whose cases are all tried by `make check`; of others that rotate a part of a head only the rotations are."""
 
 
+@pytest.mark.parametrize("by_file", [True, False], ids=["by a file", "by its config"])
 @pytest.mark.parametrize(
     ("architecture", "name", "more", "said"),
     [
@@ -199,9 +213,9 @@ QUICK = {"llama", "gemma3"}
     ],
 )
 def test_a_setting_is_written_and_read_as_it_is_or_refused(
-    architecture: str, name: str, more: dict[str, Any], said: bool, tmp_path: Path
+    architecture: str, name: str, more: dict[str, Any], said: bool, by_file: bool, tmp_path: Path
 ):
-    told = tried(tmp_path, architecture, more)
+    told = tried(tmp_path, architecture, more, by_file=by_file)
     assert not wrong(told), told
     assert told.endswith("written" if said else "refused"), told
 
