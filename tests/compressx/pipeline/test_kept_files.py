@@ -301,7 +301,7 @@ def test_nothing_that_a_folder_names_elsewhere_is_read_or_fetched(project, monke
     with_values(source / "tokenizer_config.json", **elsewhere)
     for model in (package, {"path": str(project / "like.gguf")}, {"id": "some/model"}):
         with_values(source.parent / "recipe.yaml", model=model, prune=[MAGNITUDE], output="x")
-        with pytest.raises(ArtifactError, match="name it as like: FILE"):
+        with pytest.raises(CompressxError, match="name a GGUF file of the dense model as like: FILE"):
             export_saved(source_of("strange"), "gguf", {}, Path("out"), load_plugins())
     (source.parent / "recipe.yaml").unlink()
     for name in ("run", "streamed", "safetensors", "safetensors in float16", "packed", "pack"):
