@@ -101,9 +101,8 @@ def beginning(tokenizer: Any, bos: Bos, model: Any | None = None) -> int | None:
 def read_calibration(draw: Draw, tokenizer: Any, generated: Generated | None = None, model: Any = None) -> Tensor:
     """Read the calibration split of each source and draw its share of sequences, int64 [samples, sequence_length].
 
-    Windows of several sources take turns, so that every stretch of them, such as what is held out, has of each its
-    share, give or take one.
-    `generated` returns the model's own text, and `bos: auto` asks for the model.
+    Windows of several sources take turns: every stretch of them, such as what is held out, has of each its share, give
+    or take one. `generated` returns the model's own text, and `bos: auto` asks for the model.
     """
     many, drawn = len(draw.sources) > 1, []
     for i, ((source, _), share) in enumerate(zip(draw.sources, draw.shares, strict=True)):

@@ -22,10 +22,10 @@ from compressx.evaluation.evaluators import (
 )
 from compressx.masks.maskset import MaskSet
 from compressx.models.access import Access, Device, device_for
-from compressx.models.architecture import architecture_of, find_blocks, vocabularies_differ
+from compressx.models.architecture import architecture_of, find_blocks
 from compressx.models.checkpoint import find_checkpoint, keep_settings, local_folder
 from compressx.models.export import SETTINGS, left_out, output_folder
-from compressx.models.loading import load_model, load_skeleton, load_tokenizer, tokens_differ
+from compressx.models.loading import load_model, load_skeleton, load_tokenizer, vocabularies_differ
 from compressx.models.packed_folder import needs_base
 from compressx.models.shards import OUTSIDE, save_model
 from compressx.models.streaming import open_model
@@ -132,7 +132,7 @@ def evaluate_saved(
     check_evaluators(settings, plugins, skeleton, tokenizer, mistakes)
     for other in others:
         dense_skeleton = load_skeleton(other)
-        if wrong := vocabularies_differ(dense_skeleton, skeleton) or tokens_differ(other, tokenizer):
+        if wrong := vocabularies_differ(other, dense_skeleton, skeleton, tokenizer):
             mistakes.add(RecipeError(f"--against: the dense model has {wrong}"))
         check_evaluators(settings, plugins, dense_skeleton, tokenizer, mistakes)
     mistakes.raise_all()

@@ -168,12 +168,6 @@ def text_config(model: nn.Module) -> Any:
     return config.get_text_config(decoder=True)
 
 
-def vocabularies_differ(one: nn.Module, other: nn.Module) -> str:
-    """Say how the vocabularies of two models differ in size; empty where predictions can be compared."""
-    its, own = (text_config(model).vocab_size for model in (one, other))
-    return "" if its == own else f"a vocabulary of {its} tokens and the model one of {own}; expected the same"
-
-
 def positions_of(model: nn.Module) -> int:
     """Return how many tokens a model reads at most; `sys.maxsize` where its config says none, or as XLNet's says -1."""
     told = getattr(text_config(model), "max_position_embeddings", None)

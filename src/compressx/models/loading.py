@@ -259,11 +259,22 @@ def load_tokenizer(checkpoint: Checkpoint) -> Any:
     return tokenizer
 
 
-def tokens_differ(checkpoint: Checkpoint, tokenizer: Any) -> str:
-    """Say which of a model's tokens is another one by a tokenizer; empty where predictions can be compared.
+def vocabularies_differ(checkpoint: Checkpoint, skeleton: Any, model: Any, tokenizer: Any) -> str:
+    """Say how the vocabulary of a checkpoint is not a model's, in size or tokens; empty where predictions compare.
 
     Fine-tunes rename tokens that were reserved: one of a hundred may differ.
+
+    Args:
+        checkpoint: whose tokenizer is read.
+        skeleton: of the checkpoint.
+        model: the other one.
+        tokenizer: the model's, None if it has none: then only the sizes are compared.
     """
+    size, expected = (text_config(x).vocab_size for x in (skeleton, model))
+    if size != expected:
+        return f"a vocabulary of {size} tokens and the model one of {expected}; expected the same"
+    if tokenizer is None:
+        return ""
     its, own = ({i: token for token, i in x.get_vocab().items()} for x in (load_tokenizer(checkpoint), tokenizer))
     wrong = [i for i in sorted(its.keys() & own.keys()) if its[i] != own[i]]
     if 100 * len(wrong) <= len(own):

@@ -15,11 +15,11 @@ import torch
 from compressx.api.record import FinetuneReport, RunReport
 from compressx.data.windows import fingerprint
 from compressx.models.access import InMemory, weights_fingerprint
-from compressx.models.architecture import architecture_of, find_blocks, positions_of, text_config, vocabularies_differ
+from compressx.models.architecture import architecture_of, find_blocks, positions_of, text_config
 from compressx.models.blockwise import skipped
 from compressx.models.checkpoint import find_checkpoint
 from compressx.models.export import refuse_overwriting
-from compressx.models.loading import load_skeleton, tokens_differ
+from compressx.models.loading import load_skeleton, vocabularies_differ
 from compressx.models.streaming import free_memory, open_model
 from compressx.planning.plan import Plan
 from compressx.planning.targets import matching_planned
@@ -264,9 +264,7 @@ def _mistakes(loaded: LoadedRecipe, settings: Finetune, skeleton: Any) -> Iterat
 def _check_teacher(source: ModelSource, tokens: int, skeleton: Any, tokenizer: Any) -> None:
     """Refuse a teacher whose predictions cannot be compared with the model's."""
     found = load_skeleton(checkpoint := find_checkpoint(source))
-    wrong = vocabularies_differ(found, skeleton)
-    if not wrong and tokenizer is not None:
-        wrong = tokens_differ(checkpoint, tokenizer)
+    wrong = vocabularies_differ(checkpoint, found, skeleton, tokenizer)
     if tokens > (positions := positions_of(found)):
         wrong = f"{positions} positions, and sequences have {tokens} tokens; lower sequence_length, or choose another"
     if wrong:
